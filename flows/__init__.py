@@ -1,0 +1,1 @@
+"""Flows that read like the sentence they implement, and the command line."""

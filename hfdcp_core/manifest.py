@@ -1,0 +1,92 @@
+"""A record says what was written; the manifest is all records, written last. Where it lies, the output is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MANIFEST_PATH = "hfdcp-manifest.json"
+"""Name of the manifest, in a sink and in a repository."""
+INDEX_PATH = "model.safetensors.index.json"
+"""Name of the Hugging Face index."""
+STATE_FOLDER = ".hfdcp"
+"""Folder of our own state in a sink; never published."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrcPart:
+    """A checked part of a source item whose stored CRC-32 covers more than that part."""
+
+    item: str
+    """The item, as ``file[start:stop]``."""
+    start: int
+    """First byte of the part, counted in the item's payload."""
+    stop: int
+    """Behind the last byte of the part."""
+    crc32: int
+    """CRC-32 of the part alone."""
+    payload_size: int
+    """Bytes of the whole payload."""
+    payload_crc32: int
+    """CRC-32 that the source states for the whole payload."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCheck:
+    """How far a written file's source bytes were held against the source's own checksums."""
+
+    verified: int = 0
+    """Items whose stored CRC-32 was found right."""
+    unchecked: int = 0
+    """Items that carry no CRC-32 (raw safetensors bytes, or a writer told not to compute it)."""
+    parts: tuple[CrcPart, ...] = ()
+    """Parts of items that other files read the rest of."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file that was written, and what was hashed on the way."""
+
+    path: str
+    """Name of the file, relative to its store."""
+    size: int
+    """Bytes."""
+    sha256: str
+    """Lower-case hex: the identity that the Hub keeps for weight files."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Digest of each tensor in the file, as ``crc64nvme:<hex>`` of its logical row-major little-endian bytes."""
+    source: SourceCheck = field(default_factory=SourceCheck)
+    """What was checked of the bytes it was made from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything that was written, and from what."""
+
+    plan_digest: str
+    """Digest of the plan: same source stamps and settings, same digest."""
+    source_digest: str
+    """Digest of the source's stamps; stands for the source in what is published."""
+    source_format: str
+    """Format of the source."""
+    records: tuple[FileRecord, ...]
+    """The weight files, in the plan's order."""
+    extra_files: tuple[FileRecord, ...] = ()
+    """Other files that belong to the output: the index where there is one."""
+    total_size: int = 0
+    """Bytes of all tensors, as the index states them."""
+    recipe: str = "none"
+    """Which recipe gave the names."""
+    unproved: str | None = None
+    """Why completeness could not be proved, where it was accepted unproved."""
+    skipped: tuple[str, ...] = ()
+    """Names of the entries that were left out."""
+    tools: Mapping[str, str] = field(default_factory=dict)
+    """Versions of what wrote it."""
+    checks: tuple[str, ...] = ()
+    """What was checked before the manifest was written."""
+
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        """Every file that the output consists of, but the manifest itself."""
+        return (*self.records, *self.extra_files)

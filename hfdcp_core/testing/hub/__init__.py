@@ -1,0 +1,1 @@
+"""A Hugging Face Hub on loopback, for tests and the demo only."""
