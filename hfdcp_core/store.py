@@ -1,27 +1,25 @@
 """A store holds named bytes: it can list, measure, read a span, and write.
 
-The one door to fsspec. Local files have a fast path of their own; every other URL goes through its fsspec filesystem.
-Foreign errors are mapped here and nowhere else.
+Here are the protocols that the rest of the core is written against, and `open_store`, which makes the store for a URL.
+Local files have a path of their own (`hfdcp_core.local_store`); every other URL goes through its fsspec filesystem
+(`hfdcp_core.fsspec_store`, the one door to fsspec, imported when it is needed first).
 """
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from hfdcp_core.catalog import FileStamp
+from hfdcp_core.errors import UsageError
+from hfdcp_core.local_store import LocalStore
+from hfdcp_core.store_base import Listing, refuse_mangled_url
 
-
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """What lies directly in one folder of a store."""
-
-    files: tuple[FileStamp, ...]
-    """Files, by name relative to the store, sorted."""
-    folders: tuple[str, ...]
-    """Sub-folders, by name relative to the store, sorted."""
+__all__ = ["Listing", "LocalStore", "Sink", "Source", "Upload", "configure", "configured", "open_store"]
 
 
 class Source(Protocol):
@@ -117,3 +115,54 @@ class Sink(Source, Protocol):
     def local_path(self, path: str) -> Path | None:
         """Return where the file lies on this machine's disk, or None."""
         ...
+
+
+_ALIASES = {"gs": "gcs", "s3a": "s3"}
+_OPTIONS: dict[str, dict[str, object]] = {}
+_OPTIONS_LOCK = threading.Lock()
+
+
+def configure(protocol: str, options: Mapping[str, object]) -> None:
+    """Set the storage options of one protocol (``gs``, ``s3``, …) for this process, in place of earlier ones.
+
+    They stay here: no store, value, message or file of ours repeats them.
+    """
+    with _OPTIONS_LOCK:
+        _OPTIONS[_ALIASES.get(protocol, protocol)] = dict(options)
+
+
+def configured(protocol: str) -> Mapping[str, object]:
+    """Return what `configure` was given for ``protocol``; nothing where it was given nothing."""
+    with _OPTIONS_LOCK:
+        return dict(_OPTIONS.get(_ALIASES.get(protocol, protocol), {}))
+
+
+def open_store(url: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None) -> Sink:
+    """Return the store at ``url``: a local path, ``~/path``, ``file:///path`` or any URL that fsspec knows.
+
+    Nothing is read or made yet. ``storage_options`` go before those of `configure`, which go before our defaults.
+
+    >>> open_store("/data/checkpoint").url
+    '/data/checkpoint'
+
+    Raises:
+        UsageError: The URL is empty, lost a slash, or is of a kind that is not installed.
+    """
+    address = os.fspath(url)
+    refuse_mangled_url(address)
+    if not address:
+        raise UsageError("the URL of a store is empty; write . for the current folder")
+    scheme, separator, path = address.partition("://")
+    if scheme in {"file", "local"} and separator:
+        return LocalStore(_absolute(path, address))
+    if not separator and "::" not in address:
+        return LocalStore(address)
+    from hfdcp_core.fsspec_store import open_fsspec_store
+
+    return open_fsspec_store(address, storage_options or {}, configured)
+
+
+def _absolute(path: str, url: str) -> str:
+    if not path.startswith(("/", "~")):
+        raise UsageError(f"{url!r} names a host; a file URL has three slashes, as in file:///data/checkpoint")
+    return path
