@@ -114,7 +114,7 @@ class Catalog:
     """The tensors of a checkpoint, the shards they lie in, and the files that hold them.
 
     ``tensors`` keeps the order of the checkpoint; ``shards`` may be in any order and may hold several shards of one
-    box (replicas). That every element of every tensor is there is not promised here: `hfdcp_core.plan.reshard` proves it.
+    box (replicas). That every element is there is not promised here: `hfdcp_core.plan.reshard` proves it.
     """
 
     format: str
@@ -127,10 +127,12 @@ class Catalog:
     """The files that the shards lie in, and those that told us so."""
     skipped: tuple[Skipped, ...] = ()
     """Entries that hold no tensor."""
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that are there but that no safetensors file can hold, or that we cannot read: name and why."""
     nesting: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Where the writer stated it: the keys of the nested state dict that lead to a tensor, its own name last."""
     unproved: str | None = None
-    """Why the global shapes are not stated anywhere, so that a lost shard at an edge would go unseen; None if they are."""
+    """Why a lost shard could go unseen: nothing states the global shapes. None where they are stated."""
 
     def __post_init__(self) -> None:
         """Refuse shards that cannot belong to their tensor."""
