@@ -8,7 +8,6 @@ Local files have a path of their own (`hfdcp_core.local_store`); every other URL
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Protocol
 from hfdcp_core.catalog import FileStamp
 from hfdcp_core.errors import UsageError
 from hfdcp_core.local_store import LocalStore
+from hfdcp_core.storage_options import configure, configured
 from hfdcp_core.store_base import Listing, refuse_mangled_url
 
 __all__ = ["Listing", "LocalStore", "Sink", "Source", "Upload", "configure", "configured", "open_store"]
@@ -117,26 +117,6 @@ class Sink(Source, Protocol):
         ...
 
 
-_ALIASES = {"gs": "gcs", "s3a": "s3"}
-_OPTIONS: dict[str, dict[str, object]] = {}
-_OPTIONS_LOCK = threading.Lock()
-
-
-def configure(protocol: str, options: Mapping[str, object]) -> None:
-    """Set the storage options of one protocol (``gs``, ``s3``, …) for this process, in place of earlier ones.
-
-    They stay here: no store, value, message or file of ours repeats them.
-    """
-    with _OPTIONS_LOCK:
-        _OPTIONS[_ALIASES.get(protocol, protocol)] = dict(options)
-
-
-def configured(protocol: str) -> Mapping[str, object]:
-    """Return what `configure` was given for ``protocol``; nothing where it was given nothing."""
-    with _OPTIONS_LOCK:
-        return dict(_OPTIONS.get(_ALIASES.get(protocol, protocol), {}))
-
-
 def open_store(url: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None) -> Sink:
     """Return the store at ``url``: a local path, ``~/path``, ``file:///path`` or any URL that fsspec knows.
 
@@ -159,7 +139,7 @@ def open_store(url: str | os.PathLike[str], *, storage_options: Mapping[str, obj
         return LocalStore(address)
     from hfdcp_core.fsspec_store import open_fsspec_store
 
-    return open_fsspec_store(address, storage_options or {}, configured)
+    return open_fsspec_store(address, storage_options or {})
 
 
 def _absolute(path: str, url: str) -> str:

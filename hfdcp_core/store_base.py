@@ -8,13 +8,14 @@ library was configured with, so it is scrubbed before it enters a message.
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hfdcp_core.catalog import FileStamp
-from hfdcp_core.errors import NoSpace, StorageDenied, StorageError, StorageNotFound, UsageError
+from hfdcp_core.errors import HfdcpError, NoSpace, StorageDenied, StorageError, StorageNotFound, UsageError
 
 TEMPORARY = ".hfdcp-tmp-"
 """Marks the names of files that are being written, after a dot and before a random part."""
@@ -38,6 +39,11 @@ _BY_ERRNO: dict[int, type[StorageError]] = {
     errno.EFBIG: NoSpace,
 }
 
+_BY_CLASS: dict[type[StorageError], tuple[type[Exception], ...]] = {
+    StorageNotFound: (FileNotFoundError, NotADirectoryError),
+    StorageDenied: (PermissionError, FileExistsError, IsADirectoryError),
+}
+
 _ADVICE: dict[type[StorageError], str] = {
     StorageDenied: "; check permissions and credentials",
     NoSpace: "; free some space or choose another place",
@@ -50,6 +56,23 @@ _USER_INFO = re.compile(r"://[^/@\s]*@")
 _QUERY = re.compile(r"\?[^\s'\"<>)]*")
 _BEARER = re.compile(r"(?i)\b(bearer|basic|token)(\s+|=|:\s*)[^\s,;'\"]+")
 _SHOWN_CHARACTERS = 300
+
+_BY_STATUS: dict[int, type[StorageError]] = {
+    401: StorageDenied,
+    403: StorageDenied,
+    404: StorageNotFound,
+    412: StorageDenied,
+    413: NoSpace,
+    507: NoSpace,
+}
+_BY_CLASS_NAME: dict[str, type[StorageError]] = {
+    "DefaultCredentialsError": StorageDenied,  # google.auth
+    "RefreshError": StorageDenied,
+    "NoCredentialsError": StorageDenied,  # botocore
+    "PartialCredentialsError": StorageDenied,
+    "CredentialRetrievalError": StorageDenied,
+    "TokenRetrievalError": StorageDenied,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +151,65 @@ def os_faults(doing: str) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__
         raise storage_fault(kind_of_os_error(error), doing, reason) from error
+
+
+def http_status(error: BaseException) -> int | None:
+    """Return the HTTP status that a foreign error carries, by the attributes that clients commonly give it."""
+    reply = getattr(error, "response", None)
+    if isinstance(reply, dict):  # botocore's
+        return _as_status(reply.get("ResponseMetadata", {}).get("HTTPStatusCode"))
+    candidates = [getattr(error, name, None) for name in ("status", "status_code", "code")]
+    candidates.append(getattr(reply, "status_code", None))
+    return next((status for status in map(_as_status, candidates) if status), None)
+
+
+def _as_status(value: object) -> int | None:
+    try:
+        status = int(value) if isinstance(value, (int, str)) else 0
+    except ValueError:
+        return None
+    return status if 400 <= status < 600 else None
+
+
+def kind_of_foreign_error(error: Exception) -> type[StorageError]:
+    """Tell whose fault an error of a storage library is; what nothing is known about may pass, hence is retried.
+
+    >>> kind_of_foreign_error(PermissionError("no")).__name__, kind_of_foreign_error(TimeoutError()).__name__
+    ('StorageDenied', 'StorageError')
+    """
+    if status := http_status(error):
+        return _BY_STATUS.get(status, StorageError)
+    if isinstance(error, OSError) and error.errno in _BY_ERRNO:
+        return kind_of_os_error(error)
+    for kind, classes in _BY_CLASS.items():
+        if isinstance(error, classes):
+            return kind
+    if str(error).startswith("Forbidden"):  # gcsfs' 403, an OSError without a number
+        return StorageDenied
+    named = (_BY_CLASS_NAME.get(each.__name__) for each in type(error).__mro__)
+    return next((kind for kind in named if kind), StorageError)
+
+
+def foreign_reason(error: Exception, secrets: Collection[str]) -> str:
+    """Say in one line what a storage library complains about, without secrets."""
+    text = without_secrets(" ".join(str(error).split()), secrets)
+    if isinstance(error, OSError) and error.errno and error.strerror is None:
+        text = text or os.strerror(error.errno)
+    status = http_status(error)
+    answer = f"HTTP {status}, " if status else ""
+    return f"{answer}{type(error).__name__}{': ' if text else ''}{text}"
+
+
+@contextmanager
+def foreign_faults(doing: str, secrets: Collection[str]) -> Iterator[None]:
+    """Translate whatever a storage library raises while ``doing`` something; nothing of ours may run inside.
+
+    Raises:
+        StorageError: Or one of its kinds, with the foreign error as its cause.
+    """
+    try:
+        yield
+    except HfdcpError:
+        raise
+    except Exception as error:  # storage libraries share no base class, and gcsfs raises ValueError for a 400
+        raise storage_fault(kind_of_foreign_error(error), doing, foreign_reason(error, secrets)) from error
