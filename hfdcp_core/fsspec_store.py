@@ -19,7 +19,14 @@ from fsspec.spec import AbstractFileSystem
 
 from hfdcp_core.catalog import FileStamp
 from hfdcp_core.errors import CorruptFile, StorageError, StorageNotFound, UsageError
-from hfdcp_core.fsspec_upload import CommittedUpload, MovedUpload, UploadTarget, can_commit, temporary_name
+from hfdcp_core.fsspec_upload import (
+    CommittedUpload,
+    MovedUpload,
+    UploadTarget,
+    can_commit,
+    is_left_behind,
+    temporary_name,
+)
 from hfdcp_core.lease import hold_lease
 from hfdcp_core.storage_options import merged_options, texts
 from hfdcp_core.store_base import (
@@ -80,7 +87,6 @@ class FsspecStore:
         self._url = url or without_secrets(fs.unstrip_protocol(self._root))
         self._secrets = texts(getattr(fs, "storage_options", {}))
         self._commits: bool | None = None
-        self._alive: set[str] = set()
 
     def __repr__(self) -> str:
         return f"FsspecStore({self._url!r})"
@@ -133,7 +139,7 @@ class FsspecStore:
         target = UploadTarget(self._fs, full, size, self._shown(path), self._secrets)
         with self._faults("write", path):
             self._make_parent(full)
-        return CommittedUpload(target) if self._commits_files(full) else MovedUpload(target, self._alive)
+        return CommittedUpload(target) if self._commits_files(full) else MovedUpload(target)
 
     def put(self, path: str, data: bytes) -> None:
         """Write a small file, whole or not at all."""
@@ -157,7 +163,7 @@ class FsspecStore:
             for folder in (self._root, f"{self._root}/{STATE_FOLDER}"):
                 with suppress(FileNotFoundError):
                     for entry in self._fs.ls(folder, detail=True):
-                        if TEMPORARY in _name(entry) and (name := f"{folder}/{_name(entry)}") not in self._alive:
+                        if is_left_behind(name := f"{folder}/{_name(entry)}"):
                             self._fs.rm_file(name)
 
     def free_bytes(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from hfdcp_core.errors import ValidationError
+from hfdcp_core.errors import StorageError, ValidationError
 from hfdcp_core.store_base import TEMPORARY, foreign_faults
 
 _WRITE_BYTES = 8 << 20
@@ -26,6 +26,7 @@ _BLOCK_BYTES = 16 << 20
 _BLOCK_UNIT = 256 << 10  # GCS takes multiples of this
 _MOST_PARTS = 9_000  # S3 takes 10,000
 _TRANSACTION_LOCK = threading.Lock()
+_ALIVE: set[str] = set()  # temporary files that somebody in this process is writing
 
 
 def block_bytes(size: int) -> int:
@@ -100,7 +101,7 @@ class CommittedUpload(_Upload):
         if self._file is not None:
             file, self._file = self._file, None
             try:
-                with self._target.faults("discard"):
+                with suppress(StorageError), self._target.faults("discard"):
                     file.discard()
             finally:
                 file.closed = True  # or the collector would close it, which publishes
@@ -109,12 +110,12 @@ class CommittedUpload(_Upload):
 class MovedUpload(_Upload):
     """Goes to a temporary name beside the final one and is moved when it is whole."""
 
-    def __init__(self, target: UploadTarget, alive: set[str]) -> None:
-        """Open the temporary file; its name is among those ``alive`` for as long as it is."""
-        self._alive, self._temporary = alive, temporary_name(target.full)
+    def __init__(self, target: UploadTarget) -> None:
+        """Open the temporary file, which no sweep of this process takes for dead."""
+        self._temporary = temporary_name(target.full)
         with target.faults("write"):
             super().__init__(target, target.fs.open(self._temporary, "wb", block_size=block_bytes(target.size)))
-        alive.add(self._temporary)
+        _ALIVE.add(self._temporary)
 
     def commit(self) -> None:
         """Close the file and move it to its name."""
@@ -124,22 +125,27 @@ class MovedUpload(_Upload):
             _move(self._target.fs, self._temporary, self._target.full)
             self._file = None
             self._target.fs.invalidate_cache()
-        self._alive.discard(self._temporary)
+        _ALIVE.discard(self._temporary)
 
     def abort(self) -> None:
         """Remove the temporary file."""
         if self._file is not None:
             file, self._file = self._file, None
             _close_unpublished(file)
-            with self._target.faults("remove"), suppress(FileNotFoundError):
+            with suppress(StorageError), self._target.faults("remove"):  # a later sweep finds what stays
                 self._target.fs.rm_file(self._temporary)
-            self._alive.discard(self._temporary)
+            _ALIVE.discard(self._temporary)
 
 
 def temporary_name(full: str) -> str:
     """Return a name for the time of writing, beside the final one."""
     folder, _, name = full.rpartition("/")
     return f"{folder}/.{name[:60]}{TEMPORARY}{secrets.token_hex(8)}"
+
+
+def is_left_behind(name: str) -> bool:
+    """Tell whether a file is a temporary one that nobody in this process is writing."""
+    return TEMPORARY in name.rpartition("/")[2] and name not in _ALIVE
 
 
 def can_commit(fs: AbstractFileSystem, unused: str) -> bool:
