@@ -1,0 +1,205 @@
+"""Reads the files of PyTorch's distributed checkpoints: ``.metadata``, and the ``torch.save`` items in ``.distcp``.
+
+The one door to pickle. torch reads both with an unpickler that calls whatever they name; here an unpickler resolves
+only the names in two tables, to inert records of our own, and never sees an opcode that `hfdcp_core.distcp_scan` has
+not looked at. Nothing of torch is imported, and no tensor is unpickled: its payload is found by the zip directory.
+
+- `distcp_scan`: which opcodes a pickle may use, and dictionaries as flat lists;
+- `distcp_records`, `distcp_metadata`: the inert records, and what a ``.metadata`` says with them;
+- `distcp_zip`, `distcp_item`: the zip directory of an item, and where its payload lies.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+
+from hfdcp_core import distcp_records as records
+from hfdcp_core.distcp_item import StorageRef, TensorRef, TorchItem, item_of
+from hfdcp_core.distcp_metadata import DcpMetadata, metadata_of
+from hfdcp_core.distcp_scan import Rules, disarm
+from hfdcp_core.dtypes import NOT_IN_SAFETENSORS, TABLE
+from hfdcp_core.errors import CorruptFile, HfdcpError, UnsafePickle
+
+__all__ = ["DcpMetadata", "TorchItem", "read_item", "read_metadata"]
+
+MOST_METADATA_BYTES = 1 << 30
+"""About five million shards; a hostile pickle of that size could take some fifty times as much memory."""
+
+_OTHER_DTYPES = {
+    *NOT_IN_SAFETENSORS, "quint4x2", "quint2x4", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2", "bcomplex32",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+}  # fmt: skip
+"""torch's dtypes that are not in our table: a checkpoint may have one beside tensors that can be converted."""
+_DTYPES = {
+    ("torch", name): records.TorchDtype(name) for name in [*(row.torch for row in TABLE if row.torch), *_OTHER_DTYPES]
+}
+
+
+def _arguments(*arguments: object) -> tuple[object, ...]:
+    """Stand for a call whose result is not looked at."""
+    return arguments
+
+
+def _argument(argument: object) -> object:
+    """Stand for a call that only wraps its argument, such as ``torch.Size((2, 3))``."""
+    return argument
+
+
+def _empty(*_: object) -> list[object]:
+    """Stand for a dictionary of another class; its items come later."""
+    return []
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_METADATA_GLOBALS: Mapping[tuple[str, str], object] = {
+    (_METADATA, "Metadata"): records.MetadataRecord,
+    (_METADATA, "TensorStorageMetadata"): records.TensorRecord,
+    (_METADATA, "BytesStorageMetadata"): records.BytesRecord,
+    (_METADATA, "TensorProperties"): records.PropertiesRecord,
+    (_METADATA, "ChunkStorageMetadata"): records.ChunkRecord,
+    (_METADATA, "MetadataIndex"): records.IndexRecord,
+    (_METADATA, "StorageMeta"): records.StorageMetaRecord,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _arguments,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): records.StorageRecord,
+    # torch 2.1 and 2.2 keep the properties with the ShardedTensor.
+    (_OLD_METADATA, "TensorProperties"): records.PropertiesRecord,
+    (_OLD_METADATA, "MEM_FORMAT_ENCODING"): _arguments,
+    # Megatron-Core keeps the save plans of all ranks in the same pickle.
+    (_PLANNER, "SavePlan"): records.Record,
+    (_PLANNER, "WriteItem"): records.Record,
+    (_PLANNER, "TensorWriteData"): records.Record,
+    (_PLANNER, "WriteItemType"): _arguments,
+    ("torch", "Size"): _argument,
+    ("torch.serialization", "_get_layout"): _arguments,
+    ("collections", "OrderedDict"): _empty,
+    **{
+        (module, f"{flavour}Path"): _arguments
+        for module in ("pathlib", "pathlib._local")
+        for flavour in ("Posix", "Windows", "PurePosix", "PureWindows")
+    },
+    **_DTYPES,
+}
+"""Everything that some writer's ``.metadata`` was seen to name, and what stands for it."""
+
+_STORAGES = {
+    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
+    "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}  # fmt: skip
+
+
+class _StorageKind(str):
+    """A class of storages, as the torch dtype of its elements; empty for the untyped one."""
+
+    __slots__ = ()
+
+
+def _rebuild_v2(  # noqa: PLR0917 - torch calls it with positions
+    storage: object,
+    offset: object,
+    size: object,
+    strides: object,
+    _grad: object,
+    hooks: object,
+    marks: object = None,
+    /,
+) -> TensorRef:
+    return TensorRef(storage, offset, size, strides, hooks, None, marks)
+
+
+def _rebuild_v3(  # noqa: PLR0917 - torch calls it with positions
+    storage: object, offset: object, size: object, strides: object, _grad: object, hooks: object, dtype: object,
+    marks: object = None, /,
+) -> TensorRef:  # fmt: skip
+    return TensorRef(storage, offset, size, strides, hooks, dtype, marks)
+
+
+_TENSOR_GLOBALS: Mapping[tuple[str, str], object] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
+    ("torch.storage", "UntypedStorage"): _StorageKind(),
+    ("torch", "UntypedStorage"): _StorageKind(),
+    ("collections", "OrderedDict"): _empty,
+    ("torch", "Size"): _argument,
+    **{("torch", name): _StorageKind(dtype) for name, dtype in _STORAGES.items()},
+    **_DTYPES,
+}
+"""Everything that the pickle of one plain dense tensor names."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Resolves names in one table only; what stands there calls nothing outside of this module."""
+
+    def __init__(self, tame: bytes, allowed: Callable[[str, str], object], where: str) -> None:
+        super().__init__(io.BytesIO(tame))
+        self._allowed = allowed
+        self._where = where
+
+    def find_class(self, module: str, name: str, /) -> object:
+        """Return what stands for a global."""
+        return self._allowed(module, name)
+
+    def persistent_load(self, pid: object, /) -> StorageRef:
+        """Return the storage that ``("storage", kind, name, location, count)`` names."""
+        match pid:
+            case ("storage", _StorageKind() as kind, str(name), _, int(count)) if type(count) is int and count >= 0:
+                return StorageRef(str(kind) or None, name, count)
+        raise CorruptFile(f"{self._where}: a persistent id that names no storage")
+
+
+def read_metadata(raw: bytes, *, path: str) -> DcpMetadata:
+    """Read the ``.metadata`` of a DCP checkpoint.
+
+    Raises:
+        CorruptFile: It is damaged, or its parts contradict each other.
+        UnsafePickle: It names something that no writer of DCP names.
+        UnknownFormat: It states a version of the format that came after this reader.
+    """
+    if len(raw) > MOST_METADATA_BYTES:
+        raise CorruptFile(f"{path}: {len(raw)} bytes; at most {MOST_METADATA_BYTES} are read")
+    return metadata_of(_load(raw, _METADATA_GLOBALS, path, persistent_ids=False), where=path, budget=len(raw))
+
+
+def read_item(fetch: Callable[[int, int], bytes], length: int, *, where: str) -> TorchItem:
+    """Find the payload of one ``torch.save`` item of ``length`` bytes, in a few small reads.
+
+    Args:
+        fetch: Returns the bytes ``[start, stop)`` of the item.
+        length: Bytes of the item.
+        where: What it is, for messages.
+
+    Raises:
+        CorruptFile: The archive is damaged, or its parts contradict each other.
+        UnsafePickle: It holds something other than a plain dense tensor.
+        UnknownDtype: safetensors cannot hold its dtype.
+    """
+
+    def load(raw: bytes, name: str) -> object:
+        return _load(raw, _TENSOR_GLOBALS, name, persistent_ids=True)
+
+    return item_of(fetch, length, where=where, load=load)
+
+
+def _load(raw: bytes, table: Mapping[tuple[str, str], object], where: str, *, persistent_ids: bool) -> object:
+    def allowed(module: str, name: str) -> object:
+        try:
+            return table[module, name]
+        except KeyError:
+            raise UnsafePickle(
+                f"{where}: names {records.named(f'{module}.{name}')}, which is not among what such a file needs; "
+                "it was neither imported nor called"
+            ) from None
+
+    tame = disarm(raw, Rules(where, allowed, persistent_ids))
+    try:
+        return _Unpickler(tame, allowed, where).load()
+    except HfdcpError:
+        raise
+    except Exception as broken:
+        # As broad as it is wide: a damaged pickle makes the unpickler raise nearly anything.
+        raise CorruptFile(f"{where}: a damaged pickle: {type(broken).__name__}: {broken}") from broken

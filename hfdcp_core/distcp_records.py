@@ -1,0 +1,196 @@
+"""Inert records that the classes in a DCP pickle are loaded as, and typed access to their fields.
+
+The unpickler makes a `Record` where the pickle names one of the writer's classes, and a `TorchDtype` where it names a
+dtype. A record is a list that holds its state and nothing else, so that loading runs in C from end to end: ``NEWOBJ``
+makes the empty list, ``BUILD`` appends the state. Dictionaries arrive as flat lists (`hfdcp_core.distcp_scan`).
+
+Nothing is known of a record's content until `Fields` has looked: each field must be there and of its type. Records
+may share their parts, so a small pickle can describe very much; `Fields` therefore bounds what is walked by the size
+of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, NoReturn
+
+from hfdcp_core.distcp_scan import pairs
+from hfdcp_core.errors import CorruptFile
+
+MAX_DIMENSIONS = 64
+"""What numpy and torch's own kernels can handle."""
+_LIMIT = 2**63
+_MOST_FIELDS = 64
+_SHOWN = 200
+
+
+class TorchDtype(str):
+    """A dtype that a pickle names, as the attribute of ``torch``."""
+
+    __slots__ = ()
+
+
+class Record(list[object]):
+    """An instance of one of the writer's classes."""
+
+    __slots__ = ()
+    __setstate__ = list.append
+    kind: ClassVar[str] = "ignored"
+    """The writer's name of the class."""
+
+
+class MetadataRecord(Record):
+    """The whole: tensors, where they are stored, and notes of the writer."""
+
+    __slots__ = ()
+    kind = "Metadata"
+
+
+class TensorRecord(Record):
+    """A tensor: its properties, its size, its chunks."""
+
+    __slots__ = ()
+    kind = "TensorStorageMetadata"
+
+
+class BytesRecord(Record):
+    """An entry that holds no tensor."""
+
+    __slots__ = ()
+    kind = "BytesStorageMetadata"
+
+
+class PropertiesRecord(Record):
+    """Properties of a tensor: a tuple that begins with the dtype."""
+
+    __slots__ = ()
+    kind = "TensorProperties"
+
+
+class ChunkRecord(Record):
+    """Offsets and sizes of one box."""
+
+    __slots__ = ()
+    kind = "ChunkStorageMetadata"
+
+
+class IndexRecord(Record):
+    """Which box of which tensor an item holds."""
+
+    __slots__ = ()
+    kind = "MetadataIndex"
+
+
+class StorageRecord(Record):
+    """Which bytes of which file an item takes."""
+
+    __slots__ = ()
+    kind = "_StorageInfo"
+
+
+class StorageMetaRecord(Record):
+    """The writer's notes, of which the save id is kept."""
+
+    __slots__ = ()
+    kind = "StorageMeta"
+
+
+class Fields:
+    """Access to the fields of records, with one budget of steps for all lists of a file.
+
+    Every method takes ``what``, the place in the file that a message names.
+    """
+
+    def __init__(self, where: str, budget: int) -> None:
+        """Read records of the file ``where``; its lists may have ``budget`` items in all."""
+        self._where = where
+        self._budget = budget
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raise `CorruptFile` for this file."""
+        raise CorruptFile(f"{self._where}: {problem}")
+
+    def of(self, record: object, kind: type[Record], what: str) -> dict[str, object]:
+        """Return the fields of a record by name."""
+        if type(record) is not kind:
+            self.fail(f"{what}: expected a {kind.kind}, found {described(record)}")
+        state = record[0] if len(record) == 1 else None
+        if type(state) is not list or len(state) > 2 * _MOST_FIELDS:
+            self.fail(f"{what}: the {kind.kind} has no state with named fields")
+        keys = state[::2]
+        if set(map(type, keys)) == {str} and len(state) == 2 * len(keys):
+            return dict(zip(keys, state[1::2], strict=True))
+        return {self.text(key, f"{what}: a field's name"): value for key, value in self._pairs(state, what)}
+
+    def mapping(self, value: object, what: str) -> Iterator[tuple[str, object]]:
+        """Yield the items of a dictionary whose keys are text, each key once."""
+        seen: set[str] = set()
+        for key, item in self.items(value, what):
+            name = self.text(key, f"{what}: a key")
+            if name in seen:
+                self.fail(f"{what}: {named(name)} stands there twice")
+            seen.add(name)
+            yield name, item
+
+    def items(self, value: object, what: str) -> Iterator[tuple[object, object]]:
+        """Yield the items of a dictionary with keys of any kind."""
+        return self._pairs(self.sequence(value, what), what)
+
+    def sequence(self, value: object, what: str) -> list[object]:
+        """Return a list, once its length has been taken off the budget."""
+        if type(value) is not list:
+            self.fail(f"{what}: expected a list or dictionary, found {described(value)}")
+        self.spend(len(value))
+        return value
+
+    def spend(self, steps: int) -> None:
+        """Take the length of a sequence off the budget."""
+        self._budget -= steps
+        if self._budget < 0:
+            self.fail("its lists share their parts so often that they describe more than the file can hold")
+
+    def text(self, value: object, what: str) -> str:
+        """Return a string."""
+        if type(value) is not str:
+            self.fail(f"{what}: expected text, found {described(value)}")
+        return value
+
+    def count(self, value: object, what: str) -> int:
+        """Return a number of bytes or elements."""
+        if type(value) is not int or not 0 <= value < _LIMIT:
+            self.fail(f"{what}: expected a count, found {described(value)}")
+        return value
+
+    def counts(self, value: object, what: str) -> tuple[int, ...]:
+        """Return extents or offsets, one for each dimension."""
+        if type(value) is not tuple or len(value) > MAX_DIMENSIONS:
+            self.fail(f"{what}: expected at most {MAX_DIMENSIONS} counts, found {described(value)}")
+        if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) >= _LIMIT):
+            self.fail(f"{what}: expected counts, found {described(value)}")
+        return value
+
+    def _pairs(self, flat: list[object], what: str) -> Iterator[tuple[object, object]]:
+        try:
+            yield from pairs(flat)
+        except ValueError as odd:
+            self.fail(f"{what}: {odd}")
+
+
+def named(name: str) -> str:
+    """Write a name from a file so that a message stays one short line."""
+    return repr(name) if len(name) <= _SHOWN else f"{name[:_SHOWN]!r}… ({len(name)} characters)"
+
+
+def described(value: object) -> str:
+    """Say what a value is without walking into it: its parts may be shared without end."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, Record):
+        return f"a {value.kind}"
+    if isinstance(value, str):
+        return named(value)
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, tuple) and set(map(type, value[:MAX_DIMENSIONS])) <= {int, bool, float}:
+        return repr(list(value[:MAX_DIMENSIONS]))
+    return f"a {type(value).__name__}"
