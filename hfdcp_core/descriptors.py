@@ -14,8 +14,6 @@ import stat
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 MOST_OPEN = 64
 """Open files that one pool keeps at most."""
@@ -27,7 +25,7 @@ def affordable() -> int:
     return MOST_OPEN if soft == resource.RLIM_INFINITY else max(1, min(MOST_OPEN, soft // 8))
 
 
-class _Open:
+class OpenFile:
     """One open file: its descriptor, which file it is, and by how many it is being used."""
 
     __slots__ = ("fd", "identity", "users")
@@ -45,28 +43,15 @@ class DescriptorPool:
         """Keep at most ``limit`` files open, and more only while they are all in use at once."""
         self._limit = limit
         self._lock = threading.Lock()
-        self._open: OrderedDict[str, _Open] = OrderedDict()
+        self._open: OrderedDict[str, OpenFile] = OrderedDict()
         weakref.finalize(self, _close_all, self._open)
 
-    @contextmanager
-    def lend(self, path: str) -> Iterator[int]:
-        """Lend a descriptor of the regular file that ``path`` names now.
+    def borrow(self, path: str) -> OpenFile:
+        """Lend the regular file that ``path`` names now; whoever borrows it must `give_back`.
 
         Raises:
             OSError: It cannot be opened; a folder or a device counts as absent.
         """
-        entry = self._borrow(path)
-        try:
-            yield entry.fd
-        finally:
-            self._give_back(path, entry)
-
-    def drop(self, path: str) -> None:
-        """Forget ``path``: it was replaced or removed."""
-        with self._lock:
-            self._forget(path)
-
-    def _borrow(self, path: str) -> _Open:
         identity = _identity(path)
         with self._lock:
             entry = self._open.get(path)
@@ -82,7 +67,20 @@ class DescriptorPool:
             self._close_idle(self._limit)
         return fresh
 
-    def _open_file(self, path: str) -> _Open:
+    def give_back(self, path: str, entry: OpenFile) -> None:
+        """Take back what was lent for ``path``."""
+        with self._lock:
+            entry.users -= 1
+            if self._open.get(path) is not entry and not entry.users:
+                os.close(entry.fd)
+            self._close_idle(self._limit)
+
+    def drop(self, path: str) -> None:
+        """Forget ``path``: it was replaced or removed."""
+        with self._lock:
+            self._forget(path)
+
+    def _open_file(self, path: str) -> OpenFile:
         flags = os.O_RDONLY | os.O_CLOEXEC
         try:
             fd = os.open(path, flags)
@@ -93,14 +91,7 @@ class DescriptorPool:
                 self._close_idle(0)
             fd = os.open(path, flags)
         opened = os.fstat(fd)
-        return _Open(fd, (opened.st_dev, opened.st_ino))
-
-    def _give_back(self, path: str, entry: _Open) -> None:
-        with self._lock:
-            entry.users -= 1
-            if self._open.get(path) is not entry and not entry.users:
-                os.close(entry.fd)
-            self._close_idle(self._limit)
+        return OpenFile(fd, (opened.st_dev, opened.st_ino))
 
     def _forget(self, path: str) -> None:
         entry = self._open.pop(path, None)
@@ -121,7 +112,7 @@ def _identity(path: str) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _close_all(entries: OrderedDict[str, _Open]) -> None:
+def _close_all(entries: OrderedDict[str, OpenFile]) -> None:
     for entry in entries.values():
         os.close(entry.fd)
     entries.clear()

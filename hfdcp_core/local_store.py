@@ -23,7 +23,7 @@ from pathlib import Path
 from hfdcp_core.catalog import FileStamp
 from hfdcp_core.descriptors import DescriptorPool, affordable
 from hfdcp_core.errors import CorruptFile, SinkOccupied, StorageNotFound, ValidationError
-from hfdcp_core.store_base import STATE_FOLDER, TEMPORARY, Listing, checked_folder, checked_path, os_faults
+from hfdcp_core.store_base import STATE_FOLDER, TEMPORARY, Listing, checked_folder, checked_path, os_fault, os_faults
 
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
 _NAME_CHARACTERS = 60  # of the final name within the temporary one: 255 bytes must hold both
@@ -70,18 +70,17 @@ class LocalStore:
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from byte ``start`` on."""
-        rest = buffer.cast("B")
-        if not rest.nbytes:
+        if not buffer.nbytes:
             return
         full = self._full(path)
-        position = start
-        with os_faults(f"read {full}"), self._pool.lend(full) as fd:
-            while rest:
-                count = os.preadv(fd, [rest], position)
-                if not count:
-                    wanted = f"expected bytes [{start}, {start + buffer.nbytes})"
-                    raise CorruptFile(f"{full}: {wanted}, found the end of the file at byte {os.fstat(fd).st_size}")
-                rest, position = rest[count:], position + count
+        try:
+            file = self._pool.borrow(full)
+            try:
+                _fill(file.fd, start, buffer, full)
+            finally:
+                self._pool.give_back(full, file)
+        except OSError as error:
+            raise os_fault(error, f"read {full}") from error
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Return the bytes ``[start, stop)``."""
@@ -215,6 +214,19 @@ class LocalUpload:
     def _close(self) -> None:
         fd, self._fd = self._fd, -1
         os.close(fd)
+
+
+def _fill(fd: int, start: int, buffer: memoryview, shown: str) -> None:
+    filled = os.preadv(fd, [buffer], start)
+    if filled == buffer.nbytes:
+        return
+    rest = buffer.cast("B")
+    while filled < len(rest):
+        count = os.preadv(fd, [rest[filled:]], start + filled)
+        if not count:
+            wanted = f"expected bytes [{start}, {start + len(rest)})"
+            raise CorruptFile(f"{shown}: {wanted}, found the end of the file at byte {os.fstat(fd).st_size}")
+        filled += count
 
 
 def _stamp(path: str, found: os.stat_result) -> FileStamp:

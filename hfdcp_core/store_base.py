@@ -13,6 +13,7 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hfdcp_core.catalog import FileStamp
 from hfdcp_core.errors import HfdcpError, NoSpace, StorageDenied, StorageError, StorageNotFound, UsageError
@@ -85,6 +86,7 @@ class Listing:
     """Sub-folders, by name relative to the store, sorted."""
 
 
+@lru_cache(maxsize=4096)  # asked at each read, of the same few paths
 def checked_path(path: str, url: str) -> str:
     """Return ``path`` if it names something inside the store at ``url``.
 
@@ -139,6 +141,11 @@ def kind_of_os_error(error: OSError) -> type[StorageError]:
     return _BY_ERRNO.get(error.errno or 0, StorageError)
 
 
+def os_fault(error: OSError, doing: str) -> StorageError:
+    """Translate one error of the operating system that happened while ``doing`` something."""
+    return storage_fault(kind_of_os_error(error), doing, error.strerror or str(error) or type(error).__name__)
+
+
 @contextmanager
 def os_faults(doing: str) -> Iterator[None]:
     """Translate errors of the operating system that happen while ``doing`` something.
@@ -149,8 +156,7 @@ def os_faults(doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error) or type(error).__name__
-        raise storage_fault(kind_of_os_error(error), doing, reason) from error
+        raise os_fault(error, doing) from error
 
 
 def http_status(error: BaseException) -> int | None:
