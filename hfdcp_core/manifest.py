@@ -77,6 +77,10 @@ class Manifest:
     """Bytes of all tensors, as the index states them."""
     recipe: str = "none"
     """Which recipe gave the names."""
+    include: tuple[str, ...] = ()
+    """Patterns that chose the tensors, where there were any."""
+    exclude: tuple[str, ...] = ()
+    """Patterns that left tensors out."""
     unproved: str | None = None
     """Why completeness could not be proved, where it was accepted unproved."""
     skipped: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ import json
 import types
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import Catalog, FileStamp, Shard, Skipped, Span, TensorSpec
@@ -49,11 +49,7 @@ def loads(kind: str, cls: type[Value], raw: bytes) -> Value:
     Raises:
         ValidationError: It is of another kind or version, or not what `dumps` writes.
     """
-    body = _unwrap(kind, raw)
-    try:
-        return cast(Value, decode(cls, body))
-    except _BAD as error:
-        raise ValidationError(f"not a readable {kind}: {error}") from error
+    return decode_as(cls, _unwrap(kind, raw))
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
@@ -83,7 +79,8 @@ def _unwrap(kind: str, raw: bytes) -> Json:
         raise ValidationError(f"not a {kind} of hfdcp")
     if document.get("version") != VERSION:
         raise ValidationError(f"{kind} of version {document.get('version')!r}; this hfdcp reads version {VERSION}")
-    return cast(Json, document.get("value"))
+    body: Json = document.get("value")
+    return body
 
 
 def encode(value: object) -> Json:
@@ -106,10 +103,10 @@ def _hints(cls: type) -> Mapping[str, Any]:
     return get_type_hints(cls)
 
 
-def decode(kind: Any, data: Any) -> object:
+def decode(kind: Any, data: Any) -> Any:
     """Turn JSON's types back into a value of ``kind``, refusing what is not of its form."""
-    if dataclasses.is_dataclass(kind):
-        return _decode_dataclass(cast(type, kind), data)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return _decode_dataclass(kind, data)
     if kind is bytes:
         return base64.b64decode(_expect(str, data), validate=True)
     origin, args = get_origin(kind), get_args(kind)
@@ -120,6 +117,19 @@ def decode(kind: Any, data: Any) -> object:
     if origin is not None and issubclass(origin, Mapping):
         return {key: decode(args[1], item) for key, item in _expect(dict, data).items()}
     return _expect(kind, data)
+
+
+def decode_as(cls: type[Value], data: Json) -> Value:
+    """Turn JSON's types back into a value.
+
+    Raises:
+        ValidationError: They are not of its form.
+    """
+    try:
+        value: Value = decode(cls, data)
+    except _BAD as error:
+        raise ValidationError(f"not a {cls.__name__}: {error}") from error
+    return value
 
 
 def _decode_dataclass(cls: type, data: Any) -> object:
@@ -189,9 +199,10 @@ def _compress(kind: str, body: Json) -> bytes:
 
 def _decompress(kind: str, raw: bytes) -> dict[str, Any]:
     try:
-        return cast(dict[str, Any], _expect(dict, _unwrap(kind, gzip.decompress(raw))))
+        body: dict[str, Any] = _expect(dict, _unwrap(kind, gzip.decompress(raw)))
     except (OSError, EOFError, zlib.error, TypeError) as error:
         raise ValidationError(f"not a readable {kind}: {error}") from error
+    return body
 
 
 def dump_catalog(catalog: Catalog) -> bytes:
@@ -211,10 +222,10 @@ def load_catalog(raw: bytes) -> Catalog:
     try:
         return Catalog(
             format=body["format"],
-            tensors=cast(Mapping[str, TensorSpec], decode(Mapping[str, TensorSpec], body["tensors"])),
+            tensors=decode(Mapping[str, TensorSpec], body["tensors"]),
             shards=_shards(body["shards"]),
-            files=cast(tuple[FileStamp, ...], decode(tuple[FileStamp, ...], body["files"])),
-            skipped=cast(tuple[Skipped, ...], decode(tuple[Skipped, ...], body["skipped"])),
+            files=decode(tuple[FileStamp, ...], body["files"]),
+            skipped=decode(tuple[Skipped, ...], body["skipped"]),
             nesting={name: tuple(path) for name, path in body["nesting"].items()},
             unproved=body["unproved"],
             unsupported=body["unsupported"],
@@ -256,14 +267,12 @@ def load_file_plan(raw: bytes) -> FilePlan:
         shards = _shards(body["shards"])
         return FilePlan(
             path=body["path"],
-            header=cast(bytes, decode(bytes, body["header"])),
+            header=decode(bytes, body["header"]),
             size=body["size"],
-            tensors=cast(
-                tuple[tuple[str, TensorSpec], ...], decode(tuple[tuple[str, TensorSpec], ...], body["tensors"])
-            ),
+            tensors=decode(tuple[tuple[str, TensorSpec], ...], body["tensors"]),
             shards=shards,
             copies=tuple(_copy(row, shards) for row in body["copies"]),
-            stamps=cast(tuple[FileStamp, ...], decode(tuple[FileStamp, ...], body["stamps"])),
+            stamps=decode(tuple[FileStamp, ...], body["stamps"]),
             window_bytes=body["window_bytes"],
         )
     except _BAD as error:
@@ -275,5 +284,5 @@ def _copy(row: list[Any], shards: Sequence[Shard]) -> Copy:
     if not view:
         box = shards[shard].box
         return Copy(tensor, box, Read(shard, 0, row_major(box.shape)))
-    (offset, *strides), box = view[1], cast(Box, decode(Box, view[0]))
+    (offset, *strides), box = view[1], decode(Box, view[0])
     return Copy(tensor, box, Read(shard, offset, tuple(strides)))

@@ -1,0 +1,311 @@
+"""To gather is to make a catalog of what lies in a store: which format, which tensors, in which shards.
+
+The format is told by what is found, never by a name that a user chose:
+
+- ``.metadata``: a distributed checkpoint (DCP);
+- safetensors files with an index that names them: a plain Hugging Face folder;
+- safetensors files whose headers say which box of a tensor they hold (``DCP_SHARDING_INFO``): what torch's
+  `HuggingFaceStorageWriter` leaves with ``save_distributed=True``;
+- other safetensors files: a plain folder without an index.
+
+Only metadata and headers are read. What they can show to be wrong (a file that is absent, short, or of another save)
+is an error here; that the boxes tile the tensors is for the plan to prove.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from hfdcp_core.box import Box
+from hfdcp_core.catalog import Catalog, FileStamp, Shard, Skipped, Span, TensorSpec
+from hfdcp_core.distcp_file import read_metadata
+from hfdcp_core.errors import CorruptFile, IncompleteCheckpoint, StorageNotFound, UnknownFormat
+from hfdcp_core.manifest import INDEX_PATH
+from hfdcp_core.safetensors_file import Header, Index, header_length, parse_header, parse_index, sharding_info
+from hfdcp_core.store import Listing, Source
+
+METADATA = ".metadata"
+"""The file that makes a folder a distributed checkpoint."""
+HEADS_IN_FLIGHT = 8
+"""Headers that are read at once."""
+COMPARED_BYTES = 4 << 20
+"""How much of two shards of one box is held in memory while they are compared."""
+_SHARD_NAME = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
+
+
+def gather(source: Source, *, world_size: int | None = None) -> Catalog:
+    """List the tensors of a checkpoint and the shards they lie in.
+
+    Args:
+        source: The folder that holds the checkpoint itself.
+        world_size: How many ranks saved it, where nothing in it states the shapes of its tensors.
+
+    Raises:
+        UnknownFormat: No checkpoint of a kind that we know lies there.
+        IncompleteCheckpoint: A file that it names is absent.
+        CorruptFile: Its metadata, headers and files contradict each other.
+        UnsafePickle: Its ``.metadata`` would call something.
+        StorageNotFound: There is no such folder.
+    """
+    listing = source.list()
+    stamps = {stamp.path: stamp for stamp in listing.files}
+    if METADATA in stamps:
+        return _gather_dcp(source, stamps)
+    weights = [stamp for path, stamp in stamps.items() if path.endswith(".safetensors")]
+    if weights:
+        return _gather_safetensors(source, stamps, weights, world_size)
+    raise _nothing_here(source, listing)
+
+
+def _nothing_here(source: Source, listing: Listing) -> UnknownFormat | IncompleteCheckpoint:
+    if any(stamp.path.endswith(".distcp") for stamp in listing.files):
+        return IncompleteCheckpoint(
+            f"{source.url}: there are .distcp files, but no {METADATA}: the save did not finish, or {METADATA} "
+            "(a hidden file that rank 0 writes last) was not copied along"
+        )
+    inside = [folder for folder in listing.folders if _looks_like_one(source, folder)]
+    found = ", ".join([stamp.path for stamp in listing.files][:5] + [f"{f}/" for f in listing.folders][:5])
+    hint = f"; there are checkpoints in {', '.join(inside)}: name one of them" if inside else ""
+    return UnknownFormat(
+        f"{source.url}: no checkpoint here (no {METADATA}, no *.safetensors); found {found or 'nothing'}{hint}"
+    )
+
+
+def _looks_like_one(source: Source, folder: str) -> bool:
+    try:
+        files = source.list(folder).files
+    except StorageNotFound:
+        return False
+    return any(stamp.path.endswith((f"/{METADATA}", ".safetensors")) for stamp in files)
+
+
+# ---- distributed checkpoints ----------------------------------------------------------------------------------------
+
+
+def _gather_dcp(source: Source, stamps: Mapping[str, FileStamp]) -> Catalog:
+    raw = source.read(METADATA, 0, stamps[METADATA].size)
+    found = read_metadata(raw, path=f"{source.url}/{METADATA}")
+    files = {path: stamps.get(path) or _stat(source, path) for path in sorted(found.extents)}
+    absent = [path for path, stamp in files.items() if stamp is None]
+    IncompleteCheckpoint.raise_for(
+        f"{source.url}: {METADATA} names files that are not there (shards of other ranks or nodes left behind?)", absent
+    )
+    present = {path: stamp for path, stamp in files.items() if stamp is not None}
+    CorruptFile.raise_for(
+        f"{source.url}: files are not as long as {METADATA} says",
+        [p for path, stamp in present.items() if (p := _wrong_length(stamp, found.extents[path]))],
+    )
+    return Catalog(
+        format="dcp",
+        tensors=found.tensors,
+        shards=found.shards,
+        files=(stamps[METADATA], *present.values()),
+        skipped=found.skipped,
+        nesting=found.nesting,
+        unsupported=found.unsupported,
+    )
+
+
+def _stat(source: Source, path: str) -> FileStamp | None:
+    try:
+        return source.stat(path)
+    except StorageNotFound:
+        return None
+
+
+def _wrong_length(stamp: FileStamp, expected: int) -> str | None:
+    if stamp.size == expected:
+        return None
+    why = "cut short" if stamp.size < expected else f"longer: of another save than {METADATA}"
+    return f"{stamp.path}: {stamp.size} bytes, expected {expected} ({why})"
+
+
+# ---- safetensors ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """One safetensors file and what its header says."""
+
+    stamp: FileStamp
+    header: Header
+    offsets: Mapping[str, tuple[int, ...]] | None
+
+
+def _read_heads(source: Source, stamps: Iterable[FileStamp]) -> list[_Head]:
+    with ThreadPoolExecutor(HEADS_IN_FLIGHT, "hfdcp-heads") as pool:
+        return list(pool.map(lambda stamp: _read_head(source, stamp), stamps))
+
+
+def _read_head(source: Source, stamp: FileStamp) -> _Head:
+    where = f"{source.url}/{stamp.path}"
+    if stamp.size < 8:
+        raise CorruptFile(f"{where}: {stamp.size} bytes are no safetensors file")
+    length = header_length(source.read(stamp.path, 0, 8), path=where)
+    if 8 + length > stamp.size:
+        raise CorruptFile(f"{where}: the header takes {length} bytes, the file has {stamp.size}")
+    header = parse_header(source.read(stamp.path, 0, 8 + length), path=where, file_size=stamp.size)
+    return _Head(stamp, header, sharding_info(header, path=where))
+
+
+def _gather_safetensors(
+    source: Source, stamps: Mapping[str, FileStamp], weights: list[FileStamp], world_size: int | None
+) -> Catalog:
+    index = _read_index(source, stamps)
+    if index is not None and set(index.weight_map.values()) <= stamps.keys():
+        named = set(index.weight_map.values())
+        strays = tuple(
+            Skipped(w.path, f"a file that {INDEX_PATH} does not name") for w in weights if w.path not in named
+        )
+        heads = _read_heads(source, [stamps[path] for path in sorted(named)])
+        _hold_against_index(heads, index, source.url)
+        return _plain(heads, (stamps[INDEX_PATH],), strays, source)
+    heads = _read_heads(source, weights)
+    if any(head.offsets is not None for head in heads):
+        return _sharded(heads, index, source, world_size)
+    if index is not None:
+        absent = sorted(set(index.weight_map.values()) - stamps.keys())
+        raise IncompleteCheckpoint(f"{source.url}: {INDEX_PATH} names files that are not there", absent)
+    return _plain(heads, (), (), source)
+
+
+def _read_index(source: Source, stamps: Mapping[str, FileStamp]) -> Index | None:
+    stamp = stamps.get(INDEX_PATH)
+    if stamp is None:
+        return None
+    return parse_index(source.read(INDEX_PATH, 0, stamp.size), path=f"{source.url}/{INDEX_PATH}")
+
+
+def _hold_against_index(heads: list[_Head], index: Index, url: str) -> None:
+    """Refuse an index and headers that do not say the same: loaders follow one or the other."""
+    held = {(entry.fqn, head.stamp.path) for head in heads for entry in head.header.entries}
+    named = set(index.weight_map.items())
+    problems = [f"{fqn}: the index places it in {path}, which does not hold it" for fqn, path in sorted(named - held)]
+    problems += [f"{fqn}: in {path}, but the index does not say so" for fqn, path in sorted(held - named)]
+    CorruptFile.raise_for(f"{url}: {INDEX_PATH} and the files disagree", problems)
+
+
+def _all_shards(heads: list[_Head]) -> list[Shard]:
+    """List every entry of every header as a shard."""
+    shards = []
+    for head in heads:
+        start, path = head.header.data_start, head.stamp.path
+        for entry in head.header.entries:
+            offset = (head.offsets or {}).get(entry.fqn, (0,) * len(entry.shape))
+            span = Span(path, start + entry.start, start + entry.stop)
+            shards.append(Shard(entry.fqn, entry.dtype, Box(offset, entry.shape), span))
+    return shards
+
+
+def _plain(heads: list[_Head], others: tuple[FileStamp, ...], strays: tuple[Skipped, ...], source: Source) -> Catalog:
+    shards = _all_shards(heads)
+    tensors: dict[str, TensorSpec] = {}
+    problems = []
+    for shard in shards:
+        if any(shard.box.offset):
+            problems.append(f"{shard}: a part of a tensor, in a file that should hold whole ones")
+        if shard.fqn in tensors:
+            problems.append(
+                f"{shard.fqn}: in more than one file, and no index says which counts; again in {shard.span}"
+            )
+        tensors[shard.fqn] = TensorSpec(shard.dtype, shard.box.shape)
+    CorruptFile.raise_for(f"{source.url}: the files contradict each other", problems)
+    return Catalog("safetensors", tensors, tuple(shards), (*others, *(head.stamp for head in heads)), strays)
+
+
+def _sharded(heads: list[_Head], index: Index | None, source: Source, world_size: int | None) -> Catalog:
+    shards = _all_shards(heads)
+    bare = [head.stamp.path for head in heads if head.offsets is None]
+    CorruptFile.raise_for(f"{source.url}: files of another kind lie among the shards of a distributed save", bare)
+    tensors = _shapes_reached(shards, source.url)
+    chosen = _without_equal_replicas(shards, source)
+    catalog = Catalog("dcp-safetensors", tensors, tuple(chosen), tuple(head.stamp for head in heads))
+    return replace(catalog, unproved=_why_unproved(catalog, index, source, world_size))
+
+
+def _shapes_reached(shards: list[Shard], url: str) -> dict[str, TensorSpec]:
+    """Return how far the shards of each tensor reach; nothing in this format states more."""
+    tensors: dict[str, TensorSpec] = {}
+    problems = []
+    for shard in shards:
+        before = tensors.setdefault(shard.fqn, TensorSpec(shard.dtype, shard.box.stop))
+        if (shard.dtype, len(shard.box.shape)) != (before.dtype, len(before.shape)):
+            problems.append(f"{shard}: {shard.dtype} in {len(shard.box.shape)} dimensions, other shards are {before}")
+        else:
+            reached = tuple(map(max, before.shape, shard.box.stop))
+            tensors[shard.fqn] = TensorSpec(shard.dtype, reached)
+    CorruptFile.raise_for(f"{url}: shards of one tensor are of different kinds", problems)
+    return tensors
+
+
+def _without_equal_replicas(shards: list[Shard], source: Source) -> list[Shard]:
+    """Keep one of several shards of one box; refuse them where their bytes differ: one must be of another save."""
+    kept: dict[tuple[str, Box], Shard] = {}
+    problems = []
+    for shard in shards:
+        first = kept.setdefault((shard.fqn, shard.box), shard)
+        if first is not shard and shard.box.volume and not _equal_bytes(first.span, shard.span, source):
+            problems.append(f"{shard.fqn}{shard.box}: different bytes in {first.span} and {shard.span}")
+    CorruptFile.raise_for(
+        f"{source.url}: files hold the same part of a tensor with different values (left over from another save?)",
+        problems,
+    )
+    return list(kept.values())
+
+
+def _equal_bytes(one: Span, other: Span, source: Source) -> bool:
+    for start in range(0, one.length, COMPARED_BYTES):
+        stop = min(start + COMPARED_BYTES, one.length)
+        if source.read(one.path, one.start + start, one.start + stop) != source.read(
+            other.path, other.start + start, other.start + stop
+        ):
+            return False
+    return True
+
+
+# ---- is everything there? -------------------------------------------------------------------------------------------
+
+
+def _why_unproved(catalog: Catalog, index: Index | None, source: Source, world_size: int | None) -> str | None:
+    """Say why a lost shard could go unseen, or nothing where an index or the number of ranks shows that all are there.
+
+    Raises:
+        IncompleteCheckpoint: What should prove it shows that something is absent.
+    """
+    if index is not None and index.total_size is not None:
+        _prove_by_index(catalog, index, index.total_size, source.url)
+        return None
+    if world_size is not None:
+        _prove_by_ranks(catalog, world_size, source.url)
+        return None
+    return (
+        "nothing in this format states the whole shape of a tensor, so that the loss of a last shard would go unseen; "
+        "say how many ranks saved it (--world-size N), or go on without proof (--accept-unproved)"
+    )
+
+
+def _prove_by_index(catalog: Catalog, index: Index, total_size: int, url: str) -> None:
+    problems = [f"{fqn}: in the index, but in no file" for fqn in index.weight_map if fqn not in catalog.tensors]
+    problems += [f"{fqn}: in a file, but not in the index" for fqn in catalog.tensors if fqn not in index.weight_map]
+    if not problems and catalog.nbytes != total_size:
+        problems.append(f"{total_size} bytes of tensors are stated, {catalog.nbytes} are there")
+    IncompleteCheckpoint.raise_for(f"{url}: the shards are not all that {INDEX_PATH} speaks of", problems)
+
+
+def _prove_by_ranks(catalog: Catalog, world_size: int, url: str) -> None:
+    names = [stamp.path for stamp in catalog.files]
+    odd = [f"{name}: not the name of a rank's shard file" for name in names if not _SHARD_NAME.fullmatch(name)]
+    IncompleteCheckpoint.raise_for(f"{url}: the number of ranks proves nothing here", odd)
+    numbers = [tuple(map(int, match.groups())) for name in names if (match := _SHARD_NAME.fullmatch(name))]
+    count = max(total for _, _, total in numbers)
+    wanted = {(rank, part, count) for rank in range(1, world_size + 1) for part in range(1, count + 1)}
+    problems = [f"{_shard_name(*row)} is not there" for row in sorted(wanted - set(numbers))]
+    problems += [f"{_shard_name(*row)} is of another save" for row in sorted(set(numbers) - wanted)]
+    IncompleteCheckpoint.raise_for(f"{url}: not the files that {world_size} ranks write", problems)
+
+
+def _shard_name(rank: int, part: int, count: int) -> str:
+    return f"shard-{rank:05d}-model-{part:05d}-of-{count:05d}.safetensors"

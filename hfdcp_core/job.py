@@ -1,0 +1,144 @@
+"""What is asked of a run, and what its steps report: small values that cross every border."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hfdcp_core import wire
+from hfdcp_core.catalog import Skipped
+from hfdcp_core.errors import UsageError
+from hfdcp_core.plan import BUFFERS, SCRATCH
+
+MEMORY_AT_START = 96 << 20
+"""What the command takes before a byte moves: interpreter, numpy, checksums (measured: 45 to 70 MiB), and slack."""
+LARGEST_WINDOW = 4 << 20
+"""Larger windows only take memory: hashing and writing are as fast with 4 MiB."""
+SMALLEST_WINDOW = 64 << 10
+"""Below this, calls cost more than bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is asked. Plain values, no secrets: it may be shown, stored and sent."""
+
+    source: str
+    """URL of the checkpoint."""
+    sink: str
+    """URL of the folder that the output is written to."""
+    repo: str = ""
+    """Repository that it is pushed to, as ``org/name``."""
+    revision: str = "main"
+    """Branch that it is pushed to."""
+    endpoint: str = ""
+    """URL of the Hub; empty for the one that the Hub's own client is set to."""
+    include: tuple[str, ...] = ()
+    """Patterns of the tensors that are wanted, by their saved names; empty for all weights."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of tensors that are left out."""
+    recipe: str = "auto"
+    """How names are cleaned."""
+    max_file_size: int = 5_000_000_000
+    """Tensor bytes in one file at most."""
+    file_index: Mapping[str, int] | None = None
+    """Number of the file, from 1, for every tensor; replaces the packing by size."""
+    memory_bytes: int = 256 << 20
+    """Bytes that the command and its threads may take in all."""
+    workers: int = 0
+    """Files that are made at once; 0 for one for each core."""
+    overwrite: bool = False
+    """Whether another output in the sink, or foreign weights in the repository, may be replaced."""
+    world_size: int | None = None
+    """How many ranks saved the checkpoint, where it does not state whole shapes itself."""
+    accept_unproved: bool = False
+    """Whether to go on where nothing proves that no shard is lost."""
+    allow_public: bool = False
+    """Whether the repository may be public."""
+    message: str = ""
+    """Message of the commit."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that mean nothing."""
+        if self.max_file_size < 1 or self.workers < 0 or (self.world_size is not None and self.world_size < 1):
+            raise UsageError("sizes and numbers of workers and ranks are positive")
+
+    def to_json(self) -> str:
+        """Write it as JSON."""
+        return json.dumps(wire.encode(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """Read it from what `to_json` wrote."""
+        return wire.decode_as(cls, json.loads(text))
+
+    @property
+    def files_at_once(self) -> int:
+        """How many files are made at the same time."""
+        return self.workers or len(os.sched_getaffinity(0))
+
+    @property
+    def window_bytes(self) -> int:
+        """How much of a file is made at a time, so that all files in flight keep within the memory.
+
+        Raises:
+            UsageError: The memory is less than the smallest windows take.
+        """
+        share = (self.memory_bytes - MEMORY_AT_START) // (self.files_at_once * (BUFFERS + SCRATCH))
+        if share < SMALLEST_WINDOW:
+            least = MEMORY_AT_START + SMALLEST_WINDOW * self.files_at_once * (BUFFERS + SCRATCH)
+            raise UsageError(f"--memory of {self.memory_bytes} bytes is too little: at least {least} are needed")
+        return min(LARGEST_WINDOW, share // SMALLEST_WINDOW * SMALLEST_WINDOW)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What was found."""
+
+    format: str
+    """Format of the checkpoint."""
+    tensors: int
+    """Tensors that are wanted."""
+    shards: int
+    """Shards of all tensors."""
+    files: int
+    """Files of the checkpoint."""
+    nbytes: int
+    """Bytes of the wanted tensors."""
+    skipped: tuple[Skipped, ...]
+    """What is left out, and why."""
+    source_digest: str
+    """Stands for the files of the checkpoint in the state in which they were found."""
+    unproved: str | None
+    """Why it cannot be shown that everything is there; None where it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """One wanted file."""
+
+    path: str
+    """Its name."""
+    size: int
+    """Its bytes."""
+    done: bool
+    """Whether it is already whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What will be done."""
+
+    digest: str
+    """Same source and same settings, same digest."""
+    files: tuple[PlannedFile, ...]
+    """The wanted files, in order."""
+    tensors: int
+    """Tensors in all of them."""
+    nbytes: int
+    """Bytes of all of them."""
+    copies: int
+    """Boxes that move."""
+    peak_bytes: int
+    """Memory that the work takes at most, with everything that the command itself takes."""

@@ -1,0 +1,236 @@
+"""What is done so far: the documents of one run, at rest in its sink under ``.hfdcp/``.
+
+They are the record of truth. Each step finds here what the step before it left, so that a run can be inspected, taken
+up again after a crash, or finished by hand, on another machine, with or without Prefect. A step therefore needs no more
+than the sink's URL and the number of a file.
+
+::
+
+    .hfdcp/lock                     held by whoever runs the chain
+    .hfdcp/catalog.json.gz          what was gathered
+    .hfdcp/plan.json                what is planned, without the copies
+    .hfdcp/plan/00001.json.gz       the copies of one file
+    .hfdcp/records/NAME.json        a file that is whole, and the stamp it had then
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from hfdcp_core import wire
+from hfdcp_core.catalog import Catalog, FileStamp
+from hfdcp_core.errors import PlanError, SinkOccupied, StorageNotFound, ValidationError
+from hfdcp_core.manifest import INDEX_PATH, MANIFEST_PATH, STATE_FOLDER, FileRecord, Manifest
+from hfdcp_core.plan import FilePlan, Plan
+from hfdcp_core.store import Sink
+
+_CATALOG = f"{STATE_FOLDER}/catalog.json.gz"
+_PLAN = f"{STATE_FOLDER}/plan.json"
+_LOCK = f"{STATE_FOLDER}/lock"
+_RECORDS = f"{STATE_FOLDER}/records"
+
+
+@dataclass(frozen=True, slots=True)
+class FileSummary:
+    """One wanted file, without its copies."""
+
+    path: str
+    """Its name."""
+    size: int
+    """Bytes of the whole file."""
+    peak_bytes: int
+    """Bytes in flight while it is made, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSummary:
+    """A plan without its copies: what a person, a scheduler and the last step need of it."""
+
+    digest: str
+    """Stands for the source's stamps and everything that was asked."""
+    files: tuple[FileSummary, ...]
+    """The wanted files, in order."""
+    index: bytes | None
+    """The Hugging Face index; None where one file needs none."""
+    total_size: int
+    """Bytes of all tensors."""
+    tensors: int
+    """How many tensors are wanted."""
+    source_format: str
+    """Format of the source."""
+    stamps: tuple[FileStamp, ...]
+    """All files of the source, as they were when gathered."""
+    recipe: str
+    """Which recipe gave the names."""
+    include: tuple[str, ...]
+    """Patterns that chose the tensors, where there were any."""
+    exclude: tuple[str, ...]
+    """Patterns that left tensors out."""
+    skipped: tuple[str, ...]
+    """Names of the entries that are left out."""
+    unproved: str | None
+    """Why completeness could not be proved, where that was accepted."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A file that was made, and the state in which it was left."""
+
+    plan_digest: str
+    """The plan that it belongs to."""
+    record: FileRecord
+    """What was written."""
+    stamp: FileStamp
+    """The file in the sink, when it was whole."""
+
+
+class Run:
+    """The documents of one run, in one sink."""
+
+    def __init__(self, sink: Sink) -> None:
+        """Take a sink; nothing is read or written yet."""
+        self.sink = sink
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep every other process from writing to the sink.
+
+        Raises:
+            SinkOccupied: Another one is at it.
+        """
+        with self.sink.hold(_LOCK, "hfdcp"):
+            yield
+
+    def read(self, path: str) -> bytes | None:
+        """Return a small file of the sink, or None where there is none."""
+        try:
+            size = self.sink.stat(path).size
+            return self.sink.read(path, 0, size)
+        except StorageNotFound:
+            return None
+
+    def save_catalog(self, catalog: Catalog) -> None:
+        """Keep what was gathered."""
+        self.sink.put(_CATALOG, wire.dump_catalog(catalog))
+
+    def catalog(self) -> Catalog:
+        """Return what was gathered.
+
+        Raises:
+            PlanError: Nothing was.
+        """
+        return wire.load_catalog(self._needed(_CATALOG, "gather"))
+
+    def save_plan(self, planned: PlanSummary, plan: Plan) -> None:
+        """Keep a plan: the copies first, so that where the plan is, they are."""
+        for number, file in enumerate(plan.files):
+            self.sink.put(_file_plan(number), wire.dump_file_plan(file))
+        self.sink.put(_PLAN, wire.dumps("plan", planned))
+
+    def planned(self) -> PlanSummary:
+        """Return the plan without its copies.
+
+        Raises:
+            PlanError: There is none.
+        """
+        return wire.loads("plan", PlanSummary, self._needed(_PLAN, "reshard"))
+
+    def file_plan(self, number: int) -> FilePlan:
+        """Return the copies of one file, counted from 0.
+
+        Raises:
+            PlanError: There is no such file.
+        """
+        return wire.load_file_plan(self._needed(_file_plan(number), "reshard"))
+
+    def _needed(self, path: str, step: str) -> bytes:
+        raw = self.read(path)
+        if raw is None:
+            raise PlanError(f"{self.sink.url}: there is no {path}: the step {step!r} was not done here")
+        return raw
+
+    def save_record(self, digest: str, record: FileRecord) -> None:
+        """Keep what was written of a file that is whole."""
+        saved = Saved(digest, record, self.sink.stat(record.path))
+        self.sink.put(_record(record.path), wire.dumps("record", saved))
+
+    def record(self, digest: str, path: str) -> FileRecord | None:
+        """Return the record of a file if it was made for this plan and nobody touched it since."""
+        raw = self.read(_record(path))
+        if raw is None:
+            return None
+        try:
+            saved = wire.loads("record", Saved, raw)
+            whole = saved.plan_digest == digest and saved.stamp == self.sink.stat(path)
+        except (ValidationError, StorageNotFound):
+            return None
+        return saved.record if whole else None
+
+    def manifest(self) -> Manifest | None:
+        """Return the manifest, or None where the output is not complete.
+
+        Raises:
+            ValidationError: What lies there is no manifest.
+        """
+        raw = self.read(MANIFEST_PATH)
+        return None if raw is None else wire.load_manifest(raw)
+
+    # ---- occupancy ----
+
+    def output_files(self) -> tuple[str, ...]:
+        """Return what loaders would take for a model: weight files, index, manifest."""
+        try:
+            files = self.sink.list().files
+        except StorageNotFound:
+            return ()
+        return tuple(f.path for f in files if f.path in {INDEX_PATH, MANIFEST_PATH} or f.path.endswith(".safetensors"))
+
+    def occupy(self, planned: PlanSummary, *, overwrite: bool) -> None:
+        """Make room for a plan: go on where it was begun, refuse what somebody else left, or remove it if asked to.
+
+        Raises:
+            SinkOccupied: The sink holds another output and ``overwrite`` is not given.
+        """
+        present = self.output_files()
+        begun = self._begun_plan()
+        mine = {file.path for file in planned.files} if begun == planned.digest else set()
+        foreign = [path for path in present if path.endswith(".safetensors") and path not in mine]
+        if not foreign and self._is_ours(planned, present):
+            return
+        if not overwrite:
+            raise SinkOccupied(f"{self.sink.url} holds another output (--overwrite replaces it)", present)
+        for path in sorted(present, key=lambda path: (path != MANIFEST_PATH, path != INDEX_PATH)):
+            self.sink.delete(path)
+
+    def _begun_plan(self) -> str | None:
+        """Return the digest of the plan that was begun here, if any can be read."""
+        raw = self.read(_PLAN)
+        try:
+            return None if raw is None else wire.loads("plan", PlanSummary, raw).digest
+        except ValidationError:
+            return None
+
+    def _is_ours(self, planned: PlanSummary, present: tuple[str, ...]) -> bool:
+        """Whether the index and manifest that are there, if any, are those of the plan."""
+        if INDEX_PATH in present and self.read(INDEX_PATH) != planned.index:
+            return False
+        try:
+            manifest = self.manifest()
+        except ValidationError:
+            return False
+        return manifest is None or manifest.plan_digest == planned.digest
+
+
+def _file_plan(number: int) -> str:
+    return f"{STATE_FOLDER}/plan/{number + 1:05d}.json.gz"
+
+
+def _record(path: str) -> str:
+    return f"{_RECORDS}/{path}.json"

@@ -1,0 +1,302 @@
+"""To validate is to hold a store against its manifest and its source.
+
+In a run, before the manifest is written: every file is opened again, its header is the planned one and is taken by
+safetensors' own reader, sizes and records agree, index and headers agree both ways, checksums of source items that
+several files share are put together, and the source is still what was gathered.
+
+At any later day, in full: everything is read and hashed again; with the source at hand the output is made once more,
+into nothing, and compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import safetensors
+
+from hfdcp_core import wire
+from hfdcp_core.catalog import FileStamp
+from hfdcp_core.consolidate import check_stamps
+from hfdcp_core.errors import CorruptFile, HfdcpError, StorageNotFound, ValidationError
+from hfdcp_core.manifest import INDEX_PATH, MANIFEST_PATH, CrcPart, FileRecord, Manifest
+from hfdcp_core.ops import EMPTY_DIGEST, combine_parts, digest_text, extend_digest
+from hfdcp_core.plan import stamps_digest
+from hfdcp_core.read import page_aligned
+from hfdcp_core.run import PlanSummary, Run
+from hfdcp_core.safetensors_file import Header, header_length, parse_header, parse_index
+from hfdcp_core.state import SILENT, Progress
+from hfdcp_core.store import Source
+
+CHECKS = (
+    "every wanted element comes from exactly one place",
+    "source items match their CRC-32",
+    "source files unchanged from gathering to the end",
+    "files opened again by safetensors' own reader",
+    "headers, sizes, records and index agree both ways",
+)
+"""What holds where a manifest lies."""
+HASHED_BYTES = 4 << 20
+"""How much is read at a time when a file is hashed again."""
+
+
+# ---- in the run -----------------------------------------------------------------------------------------------------
+
+
+def complete(run: Run, source: Source) -> Manifest:
+    """Check everything that was written, then write the index and, last of all, the manifest.
+
+    Raises:
+        ValidationError: Something that was written is not what was meant. No index and no manifest are left.
+        CorruptFile: Files together show that an item of the source is damaged; they are removed.
+        SourceChanged: The source is not what was gathered.
+    """
+    planned = run.planned()
+    run.sink.delete(MANIFEST_PATH)
+    try:
+        records = _whole_records(run, planned)
+        _combine_shared_items(run, records)
+        check_stamps(planned.stamps, source)
+        extras = _write_index(run, planned)
+        _hold_index_against_files(run, planned)
+    except HfdcpError:
+        run.sink.delete(INDEX_PATH)
+        raise
+    manifest = _manifest(planned, records, extras)
+    run.sink.sweep()
+    run.sink.put(MANIFEST_PATH, wire.dump_manifest(manifest))
+    return manifest
+
+
+def _whole_records(run: Run, planned: PlanSummary) -> tuple[FileRecord, ...]:
+    records, problems = [], []
+    for number, file in enumerate(planned.files):
+        record = run.record(planned.digest, file.path)
+        if record is None:
+            problems.append(f"{file.path}: not whole (never finished, or changed since)")
+            continue
+        records.append(record)
+        problems += _reopen(run, file.path, run.file_plan(number).header, file.size)
+    ValidationError.raise_for(f"{run.sink.url}: what was written is not what was planned", problems)
+    return tuple(records)
+
+
+def _reopen(run: Run, path: str, header: bytes, size: int) -> list[str]:
+    """Open a written file again, as a stranger would."""
+    found = run.sink.stat(path).size
+    if found != size:
+        return [f"{path}: {found} bytes, expected {size}"]
+    if run.sink.read(path, 0, len(header)) != header:
+        return [f"{path}: begins with another header than the planned one"]
+    return open_as_loaders_do(run.sink, path, header, size)
+
+
+def open_as_loaders_do(source: Source, path: str, header: bytes, size: int) -> list[str]:
+    """Let safetensors' own reader open a file, and hold the names it sees against the header's.
+
+    It reads local files only; for a file elsewhere it is given one of the same header and size, without the data.
+    """
+    names = {entry.fqn for entry in parse_header(header, path=path, file_size=size).entries}
+    with _on_disk(source, path, header, size) as local:
+        try:
+            with safetensors.safe_open(local, framework="np") as reader:
+                seen = set(reader.keys())
+        except (safetensors.SafetensorError, OSError) as error:
+            return [f"{path}: safetensors' own reader refuses it: {error}"]
+    return [] if seen == names else [f"{path}: safetensors' own reader sees other tensors: {sorted(seen ^ names)}"]
+
+
+@contextlib.contextmanager
+def _on_disk(source: Source, path: str, header: bytes, size: int) -> Iterator[Path]:
+    local = getattr(source, "local_path", lambda _path: None)(path)
+    if local is not None:
+        yield local
+        return
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as stand_in:
+        stand_in.write(header)
+        stand_in.truncate(size)
+        stand_in.flush()
+        yield Path(stand_in.name)
+
+
+def _combine_shared_items(run: Run, records: Iterable[FileRecord]) -> None:
+    """Put together the checksums of items that several files read parts of."""
+    items: dict[str, list[tuple[str, CrcPart]]] = {}
+    for record in records:
+        for part in record.source.parts:
+            items.setdefault(part.item, []).append((record.path, part))
+    problems, spoilt = [], set()
+    for item, parts in items.items():
+        _, any_part = parts[0]
+        whole = combine_parts((part.start, part.stop, part.crc32) for _, part in parts)
+        if [part[:2] for part in whole] == [(0, any_part.payload_size)] and whole[0][2] != any_part.payload_crc32:
+            problems.append(f"{item}: CRC-32 {whole[0][2]:08x}, the file states {any_part.payload_crc32:08x}")
+            spoilt |= {path for path, _ in parts}
+    for path in spoilt:
+        run.sink.delete(path)
+    CorruptFile.raise_for("items of the source are damaged; restore the files from a copy", problems)
+
+
+def _write_index(run: Run, planned: PlanSummary) -> tuple[FileRecord, ...]:
+    if planned.index is None:
+        return ()
+    run.sink.put(INDEX_PATH, planned.index)
+    return (FileRecord(INDEX_PATH, len(planned.index), hashlib.sha256(planned.index).hexdigest()),)
+
+
+def _hold_index_against_files(run: Run, planned: PlanSummary) -> None:
+    paths = [file.path for file in planned.files]
+    problems = [
+        f"{path}: a file that is not of this output"
+        for path in run.output_files()
+        if path not in {*paths, INDEX_PATH, MANIFEST_PATH}
+    ]
+    if planned.index is not None:
+        raw = run.read(INDEX_PATH)
+        problems += index_problems(raw or b"", {path: read_header(run.sink, path) for path in paths})
+    ValidationError.raise_for(f"{run.sink.url}: index and files disagree", problems)
+
+
+def index_problems(raw: bytes, headers: dict[str, Header]) -> list[str]:
+    """Hold an index against the headers of the files it should describe, both ways."""
+    index = parse_index(raw, path=INDEX_PATH)
+    held = {(entry.fqn, path) for path, header in headers.items() for entry in header.entries}
+    named = set(index.weight_map.items())
+    total = sum(entry.stop - entry.start for header in headers.values() for entry in header.entries)
+    problems = [f"{fqn}: the index places it in {path}, which does not hold it" for fqn, path in sorted(named - held)]
+    problems += [f"{fqn}: in {path}, but the index does not say so" for fqn, path in sorted(held - named)]
+    if index.total_size != total:
+        problems.append(f"total_size is {index.total_size}, the tensors have {total} bytes")
+    return problems
+
+
+def read_header(source: Source, path: str) -> Header:
+    """Read and check the header of a safetensors file.
+
+    Raises:
+        CorruptFile: It is not a whole safetensors file.
+    """
+    where = f"{source.url}/{path}"
+    size = source.stat(path).size
+    length = header_length(source.read(path, 0, min(8, size)), path=where)
+    if 8 + length > size:
+        raise CorruptFile(f"{where}: the header takes {length} bytes, the file has {size}")
+    return parse_header(source.read(path, 0, 8 + length), path=where, file_size=size)
+
+
+def _manifest(planned: PlanSummary, records: tuple[FileRecord, ...], extras: tuple[FileRecord, ...]) -> Manifest:
+    return Manifest(
+        plan_digest=planned.digest,
+        source_digest=stamps_digest(FileStamp(s.path, s.size, "") for s in planned.stamps),
+        source_format=planned.source_format,
+        records=records,
+        extra_files=extras,
+        total_size=planned.total_size,
+        recipe=planned.recipe,
+        include=planned.include,
+        exclude=planned.exclude,
+        unproved=planned.unproved,
+        skipped=planned.skipped,
+        tools={name: importlib.metadata.version(name) for name in ("hfdcp", "safetensors")},
+        checks=CHECKS,
+    )
+
+
+# ---- at any later day -----------------------------------------------------------------------------------------------
+
+
+def hash_again(source: Source, record: FileRecord, *, progress: Progress = SILENT) -> list[str]:
+    """Read a written file once more and hold it against its record: size, header, SHA-256, tensor digests.
+
+    Returns:
+        What is wrong.
+    """
+    try:
+        size = source.stat(record.path).size
+        if size != record.size:
+            return [f"{record.path}: {size} bytes, expected {record.size}"]
+        if not record.path.endswith(".safetensors"):
+            found = hashlib.sha256(source.read(record.path, 0, size)).hexdigest()
+            return _compare(record, "SHA-256", found, record.sha256)
+        header = read_header(source, record.path)
+    except (StorageNotFound, CorruptFile) as error:
+        return [str(error)]
+    sha256, digests = _hash_file(source, record.path, header, progress)
+    problems = _compare(record, "SHA-256", sha256, record.sha256)
+    for fqn in sorted(digests.keys() | record.tensors.keys()):
+        problems += _compare(record, f"digest of {fqn}", digests.get(fqn), record.tensors.get(fqn))
+    return problems
+
+
+def _compare(record: FileRecord, what: str, found: str | None, expected: str | None) -> list[str]:
+    return [] if found == expected else [f"{record.path}: {what} is {found}, expected {expected}"]
+
+
+def _hash_file(source: Source, path: str, header: Header, progress: Progress) -> tuple[str, dict[str, str]]:
+    sha256 = hashlib.sha256(source.read(path, 0, header.data_start))
+    buffer = page_aligned(HASHED_BYTES)
+    digests: dict[str, str] = {}
+    for entry in header.entries:
+        digest = EMPTY_DIGEST
+        for start in range(entry.start, entry.stop, HASHED_BYTES):
+            part = buffer[: min(HASHED_BYTES, entry.stop - start)]
+            source.read_into(path, header.data_start + start, part)
+            sha256.update(part)
+            digest = extend_digest(digest, part)
+            progress.advance(len(part))
+        digests[entry.fqn] = digest_text(digest)
+    return sha256.hexdigest(), digests
+
+
+def validate(source: Source, manifest: Manifest, *, progress: Progress = SILENT) -> tuple[str, ...]:
+    """Hold a store against a manifest, reading and hashing everything again.
+
+    Returns:
+        What is wrong; nothing where all is well.
+    """
+    progress.begin("validate", sum(record.size for record in manifest.files))
+    problems = [problem for record in manifest.files for problem in hash_again(source, record, progress=progress)]
+    expected = {record.path for record in manifest.files}
+    extra = [f.path for f in source.list().files if f.path.endswith(".safetensors") and f.path not in expected]
+    problems += [f"{path}: a weight file that the manifest does not name" for path in extra]
+    if not problems and INDEX_PATH in expected:
+        raw = source.read(INDEX_PATH, 0, source.stat(INDEX_PATH).size)
+        headers = {record.path: read_header(source, record.path) for record in manifest.records}
+        problems += index_problems(raw, headers)
+    return tuple(problems)
+
+
+class Nowhere:
+    """A sink that keeps nothing: what is made into it is only hashed."""
+
+    def create(self, _path: str, _size: int) -> Nowhere:
+        """Begin a file that nobody will see."""
+        return self
+
+    def write(self, buffer: memoryview) -> None:
+        """Forget the bytes."""
+
+    def commit(self) -> None:
+        """Do nothing: there is nothing to show."""
+
+    def abort(self) -> None:
+        """Do nothing: there is nothing to remove."""
+
+
+def records_problems(made_again: Iterable[FileRecord], manifest: Manifest) -> tuple[str, ...]:
+    """Hold what the source gives today against what the manifest says was made of it."""
+    then = {record.path: record for record in manifest.records}
+    problems = []
+    for record in made_again:
+        old = then.pop(record.path)
+        odd = sorted(
+            n for n in record.tensors.keys() | old.tensors.keys() if record.tensors.get(n) != old.tensors.get(n)
+        )
+        problems += [f"{record.path}: {name} is not what the source holds" for name in odd]
+        if not odd and record.sha256 != old.sha256:
+            problems.append(f"{record.path}: SHA-256 would be {record.sha256}, the manifest says {old.sha256}")
+    return (*problems, *(f"{path}: the source gives no such file" for path in then))
