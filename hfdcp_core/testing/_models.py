@@ -40,7 +40,7 @@ def shapes_of_size(elements: int) -> dict[str, tuple[int, ...]]:
     >>> abs(elements - 1_000_000) < 1_000
     True
     """
-    hidden = max(8, round(math.sqrt(elements / (12.25 * LAYERS + 16)) / 8) * 8)
+    hidden = max(8, int(math.sqrt(elements / (12.25 * LAYERS + 16)) / 8) * 8)
     inner = sum(math.prod(shape) for shape in llama_shapes(hidden, 0, LAYERS).values())
     return llama_shapes(hidden, max(1, round((elements - inner) / 2 / hidden)), LAYERS)
 
