@@ -1,0 +1,245 @@
+"""The main flow: a checkpoint becomes a verified repository. Gather, reshard, consolidate each file, validate, push.
+
+The flow holds the sink for its whole run, and lets as many output files be in flight as it is told. A failed file's own
+error comes out of it, with the problems of all files that failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from prefect import Task, flow, unmapped
+from prefect.context import FlowRunContext
+from prefect.futures import PrefectFuture, as_completed
+from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
+from prefect.utilities.annotations import quote
+from pydantic import BaseModel, Field
+
+from hfdcp_core.errors import Cancelled, HfdcpError
+from hfdcp_core.hub import Receipt
+from hfdcp_core.publish import Job, Planned, hold
+from hfdcp_core.state import SILENT, Cancellation, Progress
+from hfdcp_flows import embedded
+from hfdcp_tasks.consolidate import consolidate
+from hfdcp_tasks.gather import gather
+from hfdcp_tasks.options import Session, session
+from hfdcp_tasks.push import push
+from hfdcp_tasks.reshard import reshard
+from hfdcp_tasks.validate import validate
+
+
+class Selection(BaseModel):
+    """Which tensors are taken, and under which names."""
+
+    include: tuple[str, ...] = Field(
+        default=(), title="Include", description="Globs of names to take; none: every weight."
+    )
+    exclude: tuple[str, ...] = Field(default=(), title="Exclude", description="Globs of names to leave out.")
+    recipe: str = Field(
+        default="auto", title="Recipe", description="auto cleans wrappers' prefixes; none keeps every name."
+    )
+    world_size: int = Field(
+        default=0,
+        ge=0,
+        title="World size",
+        description="How many ranks wrote the checkpoint, where nothing in it says so; 0: unknown.",
+    )
+    accept_unproved: bool = Field(
+        default=False, title="Accept unproved", description="Go on where nothing shows that the checkpoint is complete."
+    )
+
+
+class Layout(BaseModel):
+    """How the tensors are packed into files."""
+
+    max_file_size: int = Field(default=5_000_000_000, gt=0, title="Largest file", description="Bytes.")
+    file_index: dict[str, int] = Field(
+        default={}, title="File of each tensor", description="Number of the file by tensor name; none: packed by size."
+    )
+    overwrite: bool = Field(default=False, title="Overwrite", description="Replace another output that the sink holds.")
+
+
+class Repository(BaseModel):
+    """Where on the Hub the output goes. The token is found as huggingface_hub finds it where the flow runs."""
+
+    revision: str = Field(default="main", title="Branch")
+    endpoint: str = Field(
+        default="", title="Endpoint", description="Address of the Hub; none: huggingface_hub's own default."
+    )
+    message: str = Field(default="", title="Commit message")
+    allow_public: bool = Field(
+        default=False, title="Allow public", description="Push to a repository that everyone can read."
+    )
+
+
+class Resources(BaseModel):
+    """What the run may use of its machine."""
+
+    memory_bytes: int = Field(
+        default=256 << 20, gt=0, title="Memory", description="Budget for the whole process, in bytes."
+    )
+    workers: int = Field(default=0, ge=0, title="Workers", description="Output files in flight; 0: one for each core.")
+
+
+_NOTHING = ("world_size", "file_index")
+"""Options that the form says by 0 or an empty mapping, as it has no good field for "nothing or a number"."""
+SELECTION, LAYOUT, REPOSITORY, RESOURCES = Selection(), Layout(), Repository(), Resources()
+
+
+@flow(name="publish", flow_run_name="publish-{repo}", persist_result=False)
+def publish(
+    source: str,
+    repo: str,
+    *,
+    sink: str,
+    selection: Selection = SELECTION,
+    layout: Layout = LAYOUT,
+    repository: Repository = REPOSITORY,
+    resources: Resources = RESOURCES,
+) -> dict[str, Any]:
+    """Publish a distributed checkpoint as a verified Hugging Face repository.
+
+    Args:
+        source: URL or path of the checkpoint.
+        repo: Repository on the Hub, as owner/name; it is created private where there is none.
+        sink: URL or path that the output is written to before it is pushed.
+        selection: Which tensors are taken, and under which names.
+        layout: How the tensors are packed into files.
+        repository: Where on the Hub the output goes.
+        resources: What the run may use of its machine.
+
+    Returns:
+        The receipt of the commit.
+    """
+    job = job_of(source, repo, sink, groups=(selection, layout, repository, resources))
+    with session(), hold(job):
+        gather(job)
+        consolidate_each(job, reshard(job))
+        validate(job)
+        return asdict(push(job))
+
+
+def job_of(source: str, repo: str, sink: str, *, groups: Iterable[BaseModel]) -> Job:
+    """Return the job that the flow's parameters describe; each group's fields are named as the job's."""
+    options: dict[str, Any] = {}
+    for group in groups:
+        options |= group.model_dump()
+    for name in _NOTHING:
+        options[name] = options[name] or None
+    return Job(source=source, sink=sink, repo=repo, **options)
+
+
+def parameters_of(job: Job) -> dict[str, Any]:
+    """Return the parameters with which the flow does ``job``."""
+    groups: dict[str, type[BaseModel]] = {
+        "selection": Selection,
+        "layout": Layout,
+        "repository": Repository,
+        "resources": Resources,
+    }
+    return {
+        "source": job.source,
+        "repo": job.repo,
+        "sink": job.sink,
+        **{name: _group(group, job) for name, group in groups.items()},
+    }
+
+
+def _group(group: type[BaseModel], job: Job) -> BaseModel:
+    values = {name: getattr(job, name) for name in group.model_fields}
+    return group(**{name: value for name, value in values.items() if value is not None})
+
+
+def run(
+    job: Job, *, progress: Progress = SILENT, cancellation: Cancellation | None = None, debug: bool = False
+) -> Receipt:
+    """Do ``job`` by the flow, on the Prefect API that is configured or else on an embedded one: for the command line.
+
+    Raises:
+        HfdcpError: The error of the step that failed, as it was raised.
+        Cancelled: Somebody pressed Ctrl-C or ended the process.
+    """
+    shared = Session(progress=progress, cancellation=cancellation or Cancellation())
+    return Receipt(**embedded.run(publish, parameters_of(job), shared=shared, debug=debug))
+
+
+def consolidate_each(job: Job, planned: Planned) -> None:
+    """Write every file of the plan, several at once, each in a task run of its own.
+
+    Raises:
+        HfdcpError: The error of the file that failed; one error for all files where several did.
+    """
+    paths = [file.path for file in planned.files]
+    with session() as shared, _task_runner(job) as runner, _stopping_threads(shared):
+        shared.progress.begin("consolidate", planned.nbytes)
+        # quote: Prefect would look for futures in every entry of the job, once for each file
+        each: Task[..., Any] = consolidate
+        mapped = {"job": quote(unmapped(job)), "index": range(len(paths)), "path": paths}
+        futures = runner.map(each, mapped)
+        _wait(futures, shared)
+        _raise_failures(futures)
+
+
+@contextmanager
+def _task_runner(job: Job) -> Iterator[TaskRunner[Any]]:
+    """Give the job's number of threads; a runner on other machines, which the flow was given, has its own bounds."""
+    context = FlowRunContext.get()
+    if context and not isinstance(context.task_runner, ThreadPoolTaskRunner):
+        yield context.task_runner
+    else:
+        threads: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=job.files_at_once)
+        with threads:
+            yield threads
+
+
+@contextmanager
+def _stopping_threads(shared: Session) -> Iterator[None]:
+    """Stop the task threads when this one is interrupted: Prefect waits for them, and they get no signal."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:
+        shared.cancellation.cancel()
+        raise
+
+
+def _wait(futures: Sequence[PrefectFuture[Any]], shared: Session) -> None:
+    """Wait until all have ended; once one failed no other one begins its work."""
+    for future in as_completed(list(futures)):
+        future.wait()
+        if future.state.is_failed() or future.state.is_crashed():
+            shared.closed.set()
+
+
+def _raise_failures(futures: Sequence[PrefectFuture[Any]]) -> None:
+    """Raise the errors of the files that failed as one error, in the plan's order."""
+    failed = [future for future in futures if future.state.is_failed() or future.state.is_crashed()]
+    if failed:
+        raise one_error([future.result(raise_on_failure=False) for future in failed], files=len(futures))
+
+
+def one_error(errors: Sequence[BaseException], *, files: int) -> BaseException:
+    r"""Return one error for those of several files: the first that no retry helps against, with all problems.
+
+    >>> from hfdcp_core.errors import CorruptFile, StorageError
+    >>> str(one_error([StorageError("a: reset"), CorruptFile("b: bad CRC")], files=3))
+    '2 of 3 output files failed\\n  - a: reset\\n  - b: bad CRC'
+    """
+    faults = [error for error in errors if not isinstance(error, Cancelled)] or errors[:1]
+    worst = next((error for error in faults if not getattr(error, "retryable", False)), faults[0])
+    if len(faults) == 1 or not isinstance(worst, HfdcpError):
+        return worst
+    return type(worst)(
+        f"{len(faults)} of {files} output files failed", [line for error in faults for line in _lines(error)]
+    )
+
+
+def _lines(error: BaseException) -> list[str]:
+    """Return every problem of an error, with what it says of them all in front."""
+    if isinstance(error, HfdcpError):
+        return [f"{error.message}: {problem}" for problem in error.problems] or [error.message]
+    return [f"{type(error).__name__}: {error}"]
