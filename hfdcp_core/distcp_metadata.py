@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import add, le
 
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import TORCH_SAVE, Shard, Skipped, Span, TensorSpec
@@ -35,6 +36,11 @@ from hfdcp_core.errors import UnknownDtype, UnknownFormat
 
 _RESERVED = "__metadata__"
 _VERSION = "1"
+_METADATA_FIELDS = ["state_dict_metadata", "storage_data", "planner_data", "storage_meta", "version"]
+_TENSOR_FIELDS = ["properties", "size", "chunks"]
+_CHUNK_FIELDS = ["offsets", "sizes"]
+_INDEX_FIELDS = ["fqn", "offset", "index"]
+_STORAGE_FIELDS = ["relative_path", "offset", "length", "transform_descriptors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,17 @@ class _Tensor:
     """Offsets of the boxes whose items were not met yet."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Items:
+    """What the items of storage_data are held against, and what is noted of them."""
+
+    tensors: Mapping[str, _Tensor]
+    others: set[str]
+    """Names of entries that are no tensors, or that cannot be converted."""
+    unsupported: dict[str, str]
+    extents: dict[str, int]
+
+
 def metadata_of(loaded: object, *, where: str, budget: int) -> DcpMetadata:
     """Build the values from a loaded pickle whose lists may have ``budget`` items in all.
 
@@ -76,21 +93,22 @@ def metadata_of(loaded: object, *, where: str, budget: int) -> DcpMetadata:
         UnknownFormat: The writer states a version of the format that this reader does not know.
     """
     fields = Fields(where, budget)
-    top = fields.of(loaded, MetadataRecord, "the pickle")
-    _check_version(fields, top.get("version"), where)
-    tensors, skipped, unsupported = _entries(fields, top.get("state_dict_metadata"))
+    state_dict, storage, planner, notes, version = fields.values(loaded, MetadataRecord, _METADATA_FIELDS)
+    _check_version(fields, version, where)
+    tensors, skipped, unsupported = _entries(fields, state_dict)
     others = {entry.name for entry in skipped} | unsupported.keys()
-    extents: dict[str, int] = {}
-    shards = list(_shards(fields, top.get("storage_data"), tensors, others, unsupported, extents))
+    items = _Items(tensors, others, unsupported, {})
+    shards = list(_shards(fields, storage, items))
+    fields.about = None
     specs = {fqn: tensor.spec for fqn, tensor in tensors.items() if fqn not in unsupported}
     return DcpMetadata(
         tensors=specs,
         shards=tuple(shard for shard in shards if shard.fqn in specs),
         skipped=tuple(Skipped(_printable(entry.name), entry.reason) for entry in skipped),
-        nesting={fqn: path for fqn, path in _nesting(fields, top.get("planner_data")) if fqn in specs},
-        save_id=_save_id(fields, top.get("storage_meta")),
+        nesting={fqn: path for fqn, path in _nesting(fields, planner) if fqn in specs},
+        save_id=_save_id(fields, notes),
         unsupported={_printable(fqn): reason for fqn, reason in unsupported.items()},
-        extents=extents,
+        extents=items.extents,
     )
 
 
@@ -111,108 +129,101 @@ def _entries(fields: Fields, value: object) -> tuple[dict[str, _Tensor], list[Sk
         if isinstance(entry, BytesRecord):
             skipped.append(Skipped(fqn, "not a tensor: a pickled Python object"))
             continue
+        fields.about = fqn
         try:
             tensors[fqn] = _tensor(fields, fqn, entry)
         except UnknownDtype as unfit:
             unsupported[fqn] = unfit.message
+        fields.about = None
     return tensors, skipped, unsupported
 
 
 def _tensor(fields: Fields, fqn: str, entry: object) -> _Tensor:
-    what = named(fqn)
-    tensor = fields.of(entry, TensorRecord, what)
-    size = fields.counts(tensor.get("size"), f"{what}: size")
-    chunks = fields.sequence(tensor.get("chunks"), f"{what}: chunks")
-    dtype = _dtype(fields, tensor.get("properties"), what)
+    properties, size, listed = fields.values(entry, TensorRecord, _TENSOR_FIELDS)
+    extents = fields.counts(size, "size")
+    chunks = fields.sequence(listed, "chunks")
+    dtype = _dtype(fields, properties)
     if fqn == _RESERVED or _printable(fqn) != fqn:
         raise UnknownDtype("safetensors cannot hold a tensor of that name")
-    if dtype.packed > 1 and not size:
+    if dtype.packed > 1 and not extents:
         raise UnknownDtype(f"torch.{dtype.torch} without a dimension: its elements are halves of bytes")
-    shape = _logical(size, dtype)
     boxes: dict[tuple[int, ...], Box] = {}
     for chunk in chunks:
-        offset, box = _chunk(fields, chunk, dtype, what)
-        other = boxes.get(offset)
-        if not box.within(Box.whole(shape)):
-            fields.fail(f"{what}: its chunk {box} lies outside of its shape {list(shape)}")
+        offset, sizes = _chunk(fields, chunk, extents)
+        box, other = Box(_logical(offset, dtype), _logical(sizes, dtype)), boxes.get(offset)
         if other and other != box and other.volume and box.volume:
-            fields.fail(f"{what}: two chunks at one offset, {other} and {box}")
+            fields.fail(f"two chunks at one offset, {other} and {box}")
         if not other or box.volume:
             boxes[offset] = box
-    return _Tensor(TensorSpec(dtype.name, shape), boxes, set(boxes))
+    return _Tensor(TensorSpec(dtype.name, _logical(extents, dtype)), boxes, set(boxes))
 
 
-def _dtype(fields: Fields, properties: object, what: str) -> Dtype:
+def _dtype(fields: Fields, properties: object) -> Dtype:
     state = properties[0] if isinstance(properties, PropertiesRecord) and len(properties) == 1 else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, TorchDtype):
-        fields.fail(f"{what}: properties: expected a dtype, found {described(dtype)}")
+        fields.fail(f"properties: expected a dtype, found {described(dtype)}")
     return dtype_of_torch(dtype)
 
 
-def _chunk(fields: Fields, chunk: object, dtype: Dtype, what: str) -> tuple[tuple[int, ...], Box]:
-    record = fields.of(chunk, ChunkRecord, f"{what}: a chunk")
-    offset = fields.counts(record.get("offsets"), f"{what}: a chunk's offsets")
-    sizes = fields.counts(record.get("sizes"), f"{what}: a chunk's sizes")
-    if len(offset) != len(sizes):
-        fields.fail(f"{what}: a chunk with offsets {list(offset)} and sizes {list(sizes)}")
-    return offset, Box(_logical(offset, dtype), _logical(sizes, dtype))
+def _chunk(fields: Fields, chunk: object, extents: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return offset and sizes of a chunk that lies inside of its tensor, in torch's elements."""
+    offsets, sizes = fields.values(chunk, ChunkRecord, _CHUNK_FIELDS)
+    offset, size = fields.counts(offsets, "a chunk's offsets"), fields.counts(sizes, "a chunk's sizes")
+    if not len(offset) == len(size) == len(extents) or not all(map(le, map(add, offset, size), extents)):
+        fields.fail(f"a chunk of sizes {list(size)} at {list(offset)} is outside of its shape {list(extents)}")
+    return offset, size
 
 
 def _logical(numbers: tuple[int, ...], dtype: Dtype) -> tuple[int, ...]:
     """Count the last dimension in logical elements, of which torch packs several into one of its own."""
-    return (*numbers[:-1], numbers[-1] * dtype.packed) if dtype.packed > 1 and numbers else numbers
+    return (*numbers[:-1], numbers[-1] * dtype.packed) if dtype.packed > 1 else numbers
 
 
-def _shards(
-    fields: Fields,
-    value: object,
-    tensors: Mapping[str, _Tensor],
-    others: set[str],
-    unsupported: dict[str, str],
-    extents: dict[str, int],
-) -> Iterator[Shard]:
-    """Yield the shards that hold an element.
-
-    Notes in ``unsupported`` the tensors whose items are transformed, and in ``extents`` how far each file reaches.
-    """
+def _shards(fields: Fields, value: object, items: _Items) -> Iterator[Shard]:
+    """Yield the shards that hold an element, and note in ``items`` what else is seen on the way."""
     for key, stored in fields.items(value, "storage_data"):
-        index = fields.of(key, IndexRecord, "storage_data: a key")
-        fqn = fields.text(index.get("fqn"), "storage_data: a key's fqn")
-        info = fields.of(stored, StorageRecord, f"storage_data: {named(fqn)}")
-        span = _span(fields, info, fqn, extents)
-        tensor = tensors.get(fqn)
+        fields.about = None
+        fqn, offset, _ = fields.values(key, IndexRecord, _INDEX_FIELDS)
+        fields.about = name = fields.text(fqn, "storage_data: a key's fqn")
+        path, start, length, transforms = fields.values(stored, StorageRecord, _STORAGE_FIELDS)
+        span = _span(fields, (path, start, length), items.extents)
+        tensor = items.tensors.get(name)
         if tensor is None:
-            if fqn not in others:
-                fields.fail(f"storage_data: an item of {named(fqn)}, which state_dict_metadata does not have")
+            if name not in items.others:
+                fields.fail("an item of it is stored, but state_dict_metadata does not have it")
             continue
-        box = _claim(fields, tensor, index.get("offset"), fqn)
-        if transforms := info.get("transform_descriptors"):
-            unsupported.setdefault(fqn, f"its items are stored transformed by {_listed(fields, transforms)}")
+        box = _claim(fields, tensor, offset)
+        if transforms:
+            items.unsupported.setdefault(name, f"its items are stored transformed by {_listed(fields, transforms)}")
         if box.volume:
-            yield Shard(fqn, tensor.spec.dtype, box, span, TORCH_SAVE)
+            yield Shard(name, tensor.spec.dtype, box, span, TORCH_SAVE)
 
 
-def _claim(fields: Fields, tensor: _Tensor, value: object, fqn: str) -> Box:
+def _claim(fields: Fields, tensor: _Tensor, value: object) -> Box:
     """Return the box at an offset, which no other item may have claimed."""
-    offset = fields.counts(value, f"storage_data: {named(fqn)}: offset")
+    offset = fields.counts(value, "an item's place in its tensor")
     if offset not in tensor.boxes:
-        fields.fail(f"storage_data: {named(fqn)}: an item at {list(offset)}, where the tensor has no chunk")
+        fields.fail(f"an item at {list(offset)}, where the tensor has no chunk")
     if offset not in tensor.unseen:
-        fields.fail(f"storage_data: {named(fqn)}: two items at {list(offset)}")
+        fields.fail(f"two items at {list(offset)}")
     tensor.unseen.remove(offset)
     return tensor.boxes[offset]
 
 
-def _span(fields: Fields, info: Mapping[str, object], fqn: str, extents: dict[str, int]) -> Span:
-    path = fields.text(info.get("relative_path"), f"storage_data: {named(fqn)}: relative_path")
-    if path not in extents:
-        if not path or "\0" in path or _printable(path) != path or not {"", ".", ".."}.isdisjoint(path.split("/")):
-            fields.fail(f"storage_data: {named(fqn)}: {named(path)} is no path inside the checkpoint")
-    start = fields.count(info.get("offset"), f"storage_data: {named(fqn)}: offset")
-    length = fields.count(info.get("length"), f"storage_data: {named(fqn)}: length")
-    extents[path] = max(extents.get(path, 0), start + length)
-    return Span(path, start, start + length)
+def _span(fields: Fields, stored: tuple[object, object, object], extents: dict[str, int]) -> Span:
+    """Return where an item lies, and note how far its file must reach."""
+    path = fields.text(stored[0], "relative_path")
+    start, length = fields.count(stored[1], "an item's offset"), fields.count(stored[2], "an item's length")
+    reached = extents.get(path)
+    if reached is None and (
+        "\0" in path or _printable(path) != path or not {"", ".", ".."}.isdisjoint(path.split("/"))
+    ):
+        fields.fail(f"relative_path: {named(path)} is no path inside the checkpoint")
+    stop = start + length
+    if reached is None or reached < stop:
+        extents[path] = stop
+    return Span(path, start, stop)
 
 
 def _listed(fields: Fields, value: object) -> str:
@@ -234,7 +245,7 @@ def _nesting(fields: Fields, value: object) -> Iterator[tuple[str, tuple[str, ..
 def _save_id(fields: Fields, value: object) -> str | None:
     if value is None:
         return None
-    save_id = fields.of(value, StorageMetaRecord, "storage_meta").get("save_id")
+    [save_id] = fields.values(value, StorageMetaRecord, ["save_id"])
     return None if save_id is None else fields.text(save_id, "storage_meta: save_id")
 
 

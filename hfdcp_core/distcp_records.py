@@ -98,29 +98,33 @@ class StorageMetaRecord(Record):
 class Fields:
     """Access to the fields of records, with one budget of steps for all lists of a file.
 
-    Every method takes ``what``, the place in the file that a message names.
+    Every method takes ``what``, the field that a message names; `about` says which tensor it belongs to.
     """
 
     def __init__(self, where: str, budget: int) -> None:
         """Read records of the file ``where``; its lists may have ``budget`` items in all."""
         self._where = where
         self._budget = budget
+        self.about: str | None = None
 
     def fail(self, problem: str) -> NoReturn:
         """Raise `CorruptFile` for this file."""
-        raise CorruptFile(f"{self._where}: {problem}")
+        place = self._where if self.about is None else f"{self._where}: {named(self.about)}"
+        raise CorruptFile(f"{place}: {problem}")
 
-    def of(self, record: object, kind: type[Record], what: str) -> dict[str, object]:
-        """Return the fields of a record by name."""
+    def values(self, record: object, kind: type[Record], names: list[str]) -> list[object]:
+        """Return the fields of a record in the order of ``names``, None for those that it does not have."""
         if type(record) is not kind:
-            self.fail(f"{what}: expected a {kind.kind}, found {described(record)}")
+            self.fail(f"expected a {kind.kind}, found {described(record)}")
         state = record[0] if len(record) == 1 else None
         if type(state) is not list or len(state) > 2 * _MOST_FIELDS:
-            self.fail(f"{what}: the {kind.kind} has no state with named fields")
-        keys = state[::2]
-        if set(map(type, keys)) == {str} and len(state) == 2 * len(keys):
-            return dict(zip(keys, state[1::2], strict=True))
-        return {self.text(key, f"{what}: a field's name"): value for key, value in self._pairs(state, what)}
+            self.fail(f"the {kind.kind} has no state with named fields")
+        keys, values = state[::2], state[1::2]
+        if len(keys) == len(values) and keys == names[: len(keys)]:
+            # The order in which the writer's class declares them: a million records come by here.
+            return values + [None] * (len(names) - len(keys))
+        found = {self.text(key, "a field's name"): value for key, value in self._pairs(state, kind.kind)}
+        return [found.get(name) for name in names]
 
     def mapping(self, value: object, what: str) -> Iterator[tuple[str, object]]:
         """Yield the items of a dictionary whose keys are text, each key once."""
@@ -147,7 +151,7 @@ class Fields:
         """Take the length of a sequence off the budget."""
         self._budget -= steps
         if self._budget < 0:
-            self.fail("its lists share their parts so often that they describe more than the file can hold")
+            self.fail("the lists share their parts so often that they describe more than the file can hold")
 
     def text(self, value: object, what: str) -> str:
         """Return a string."""
@@ -165,8 +169,9 @@ class Fields:
         """Return extents or offsets, one for each dimension."""
         if type(value) is not tuple or len(value) > MAX_DIMENSIONS:
             self.fail(f"{what}: expected at most {MAX_DIMENSIONS} counts, found {described(value)}")
-        if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) >= _LIMIT):
-            self.fail(f"{what}: expected counts, found {described(value)}")
+        for number in value:
+            if type(number) is not int or not 0 <= number < _LIMIT:
+                self.fail(f"{what}: expected counts, found {described(value)}")
         return value
 
     def _pairs(self, flat: list[object], what: str) -> Iterator[tuple[object, object]]:
