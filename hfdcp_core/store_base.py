@@ -164,9 +164,9 @@ def http_status(error: BaseException) -> int | None:
     reply = getattr(error, "response", None)
     if isinstance(reply, dict):  # botocore's
         return _as_status(reply.get("ResponseMetadata", {}).get("HTTPStatusCode"))
-    candidates = [getattr(error, name, None) for name in ("status", "status_code", "code")]
-    candidates.append(getattr(reply, "status_code", None))
-    return next((status for status in map(_as_status, candidates) if status), None)
+    places = ((error, "status"), (error, "status_code"), (reply, "status_code"), (error, "code"))
+    # One after the other: aiohttp's ``code`` warns when it is looked at.
+    return next((status for owner, name in places if (status := _as_status(getattr(owner, name, None)))), None)
 
 
 def _as_status(value: object) -> int | None:
