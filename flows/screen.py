@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 PLAIN_EVERY_S = 5.0
 """Seconds between two plain lines about the same step."""
+WORTH_A_LINE_S = 0.5
+"""A step that moves no bytes gets a line if it takes as long."""
 
 
 def in_bytes(number: float) -> str:
@@ -35,8 +37,8 @@ def in_bytes(number: float) -> str:
 class Screen(Progress, Protocol):
     """Progress that is shown, until it is closed."""
 
-    def close(self) -> None:
-        """Finish what is on the screen."""
+    def close(self, *, whole: bool) -> None:
+        """Finish what is on the screen; the last step is ``whole``, or was broken off."""
         ...
 
 
@@ -71,19 +73,18 @@ class PlainLines:
         with self._lock:
             self._write(line)
 
-    def close(self) -> None:
+    def close(self, *, whole: bool) -> None:
         """Close the last step."""
         with self._lock:
-            self._end()
-            self._step = ""
+            if whole:
+                self._end()
+            elif self._done:
+                self._write(f"{self._step}: stopped at {in_bytes(self._done)} of {in_bytes(self._total)}")
+            self._step, self._done = "", 0
 
     def _end(self) -> None:
-        if not self._step:
-            return
         spent_s = self._clock() - self._began_s
-        if self._done < self._total:
-            self._write(f"{self._step}: stopped at {in_bytes(self._done)} of {in_bytes(self._total)}")
-        else:
+        if self._step and (self._done or spent_s >= WORTH_A_LINE_S):
             self._write(f"{self._step}: {f'{in_bytes(self._done)} in ' if self._done else ''}{spent_s:.1f} s")
 
     def _pace(self, now: float) -> str:
@@ -118,21 +119,21 @@ class LiveBars:
         """Write the line above the bars."""
         self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def close(self) -> None:
-        """Leave the bars as they are."""
+    def close(self, *, whole: bool) -> None:
+        """Leave the bars as they are; one that was broken off stays half full."""
         with self._lock:
-            self._end()
+            if whole:
+                self._end()
             self._task = None
             self._bars.stop()
 
     def _end(self) -> None:
-        """Stop the pulse of a step whose bytes nobody counted; a bar that stopped half way stays half full."""
-        if self._task is None:
-            return
-        task = self._bars.tasks[self._task]
-        if task.total is None:
-            self._bars.update(self._task, total=max(task.completed, 1), completed=max(task.completed, 1))
-        self._bars.stop_task(self._task)
+        """Fill the bar: a step that ended is done, whether its bytes were counted or not."""
+        if self._task is not None:
+            task = next(task for task in self._bars.tasks if task.id == self._task)
+            total = task.total or max(task.completed, 1)
+            self._bars.update(self._task, total=total, completed=total)
+            self._bars.stop_task(self._task)
 
 
 def live_bars() -> LiveBars:
@@ -161,7 +162,9 @@ def shown(kind: str) -> Iterator[Progress]:
         yield SILENT
         return
     screen: Screen = live_bars() if kind == "bars" else PlainLines(sys.stderr)
+    whole = False
     try:
         yield screen
+        whole = True
     finally:
-        screen.close()
+        screen.close(whole=whole)

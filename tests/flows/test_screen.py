@@ -59,7 +59,7 @@ def test_a_step_that_ends_gives_one_line_with_bytes_and_time(
 def test_a_step_without_bytes_gives_its_time(lines: PlainLines, stream: io.StringIO, clock: Clock) -> None:
     lines.begin("gather", 0)
     clock.now_s += 0.5
-    lines.close()
+    lines.close(whole=True)
     assert stream.getvalue() == "gather: 0.5 s\n"
 
 
@@ -78,15 +78,22 @@ def test_a_long_step_is_heard_of_now_and_then_with_rate_and_time_left(
 def test_a_step_that_was_stopped_says_how_far_it_came(lines: PlainLines, stream: io.StringIO) -> None:
     lines.begin("consolidate", 10_000)
     lines.advance(4_000)
-    lines.close()
+    lines.close(whole=False)
     assert stream.getvalue() == "consolidate: stopped at 4.0 KB of 10.0 KB\n"
 
 
-def test_closing_twice_says_nothing_new(lines: PlainLines, stream: io.StringIO) -> None:
+def test_a_short_step_without_bytes_is_not_worth_a_line(lines: PlainLines, stream: io.StringIO) -> None:
     lines.begin("gather", 0)
-    lines.close()
+    lines.close(whole=True)
+    assert stream.getvalue() == ""
+
+
+def test_closing_twice_says_nothing_new(lines: PlainLines, stream: io.StringIO) -> None:
+    lines.begin("gather", 10)
+    lines.advance(10)
+    lines.close(whole=True)
     once = stream.getvalue()
-    lines.close()
+    lines.close(whole=True)
     assert stream.getvalue() == once
 
 
@@ -97,7 +104,7 @@ def test_bytes_from_many_threads_are_all_counted(lines: PlainLines, stream: io.S
         thread.start()
     for thread in threads:
         thread.join()
-    lines.close()
+    lines.close(whole=True)
     assert stream.getvalue() == "consolidate: 8.0 KB in 0.0 s\n"
 
 

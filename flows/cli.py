@@ -1,0 +1,116 @@
+"""The command line: ``hfdcp COMMAND …``.
+
+`main` reads what was typed, shows progress on stderr while the command runs, prints its answer on stdout and turns
+every fault into one clear message and an exit status. What the commands do stands in `hfdcp_flows.commands`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TextIO
+
+from hfdcp_core.errors import Cancelled, HfdcpError
+from hfdcp_core.state import Cancellation
+from hfdcp_flows.arguments import parse
+from hfdcp_flows.commands import ANSWERS, Control, heeds_a_wish
+from hfdcp_flows.report import Answer
+from hfdcp_flows.screen import shown
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""What asks us to stop: Ctrl-C, and whoever manages processes."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    given = sys.argv[1:] if argv is None else list(argv)
+    as_json = "--json" in given
+    try:
+        answer = run(parse(given))
+    except KeyboardInterrupt:
+        return refuse(Cancelled("interrupted; run the same command again to go on from here"), as_json=as_json)
+    except Exception as error:  # noqa: BLE001 - the edge of the program: every fault becomes a message and a status
+        if "--debug" in given:
+            traceback.print_exception(error)
+        return refuse(error, as_json=as_json)
+    try:
+        write(sys.stdout, as_document(answer.document) if as_json else answer.text)
+    finally:
+        answer.then()
+    return 0
+
+
+def run(args: Namespace) -> Answer:
+    """Carry out a command, with progress on the screen and an ear for Ctrl-C."""
+    cancellation = Cancellation()
+    with stoppable(cancellation, heeding=heeds_a_wish(args)), shown(kind_of_screen(args)) as progress:
+        return ANSWERS[args.command](args, Control(progress, cancellation))
+
+
+def kind_of_screen(args: Namespace) -> str:
+    """Return which progress suits: none, bars for a person who watches, lines for a log."""
+    if args.quiet:
+        return "none"
+    return "bars" if sys.stderr.isatty() and not args.json else "lines"
+
+
+@contextmanager
+def stoppable(cancellation: Cancellation, *, heeding: bool) -> Iterator[None]:
+    """Turn the first signal into a wish to stop, where the command is ``heeding`` it, and any other into an end."""
+    wished = False
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal wished
+        cancellation.cancel()
+        if wished or not heeding:
+            raise KeyboardInterrupt
+        wished = True
+        write(sys.stderr, "stopping; once more stops at once")
+
+    before = {name: signal.signal(name, stop) for name in SIGNALS}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
+
+
+def refuse(error: Exception, *, as_json: bool) -> int:
+    """Say what went wrong, and return the exit status that belongs to it."""
+    if isinstance(error, HfdcpError):
+        message, problems, status = error.message, error.problems, error.exit_status
+        text = str(error)
+    else:
+        message, problems, status = f"unexpected {type(error).__name__}: {error}", (), HfdcpError.exit_status
+        text = f"{message}\nthis is a fault of hfdcp; --debug shows where it happened"
+    if as_json:
+        what = {"class": type(error).__name__, "message": message, "problems": problems, "exit_status": status}
+        write(sys.stdout, as_document({"error": what}))
+    else:
+        write(sys.stderr, f"hfdcp: {text}")
+    return status
+
+
+def as_document(value: object) -> str:
+    """Return the JSON document."""
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def write(stream: TextIO, text: str) -> None:
+    """Print ``text``; where nobody reads any more (``hfdcp … | head``) the command has still done its work."""
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        # The interpreter flushes once more at exit, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

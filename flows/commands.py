@@ -1,0 +1,165 @@
+"""What each command does: make a `Job` of what was typed, call the core or the flow once, and hand back an `Answer`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+
+from hfdcp_core import inspection
+from hfdcp_core import publish as core
+from hfdcp_core.errors import UsageError
+from hfdcp_core.hub import Receipt
+from hfdcp_core.job import Gathered, Job
+from hfdcp_core.state import Cancellation, Progress
+from hfdcp_core.storage_options import configure
+from hfdcp_flows import report
+from hfdcp_flows.report import Answer
+from hfdcp_flows.work_folder import work_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Whom a running command reports to, and who may stop it."""
+
+    progress: Progress
+    """Hears how far it is."""
+    cancellation: Cancellation
+    """Heeded between windows of bytes."""
+
+
+def inspect(args: Namespace, control: Control) -> Answer:
+    """Say what lies at a URL."""
+    job = job_of(args)
+    control.progress.begin("gather", 0)
+    return report.of_inspection(inspection.inspect(job), job)
+
+
+def plan(args: Namespace, control: Control) -> Answer:
+    """Say what would be written."""
+    job = job_of(args)
+    control.progress.begin("reshard", 0)
+    gathered, planned = core.plan_only(job)
+    return report.of_plan(gathered, planned, job)
+
+
+def consolidate(args: Namespace, control: Control) -> Answer:
+    """Gather, reshard, consolidate and validate."""
+    job = job_of(args)
+    with core.hold(job):
+        gathered = core.gather(job, progress=control.progress)
+        say_what_is_left_out(gathered, control)
+        core.reshard(job, progress=control.progress)
+        core.consolidate_all(job, progress=control.progress, cancellation=control.cancellation)
+        manifest = core.validate(job, progress=control.progress)
+    return report.of_manifest("consolidate", manifest, job)
+
+
+def validate(args: Namespace, control: Control) -> Answer:
+    """Read and hash an output again."""
+    job = job_of(args)
+    manifest = core.validate_again(job, progress=control.progress)
+    return report.of_manifest("validate", manifest, job)
+
+
+def push(args: Namespace, control: Control) -> Answer:
+    """Commit a consolidated checkpoint to the Hub."""
+    job = job_of(args)
+    return report.of_receipt("push", core.push(job, progress=control.progress), job)
+
+
+def publish(args: Namespace, control: Control) -> Answer:
+    """Run the whole chain, in a work folder where no sink is named."""
+    job = job_of(args)
+    # Looking first costs a read of the metadata, and saves starting a server for what cannot be done.
+    gathered, planned = core.plan_only(job)
+    say_what_is_left_out(gathered, control)
+    if job.sink:
+        return report.of_receipt("publish", chain(job, control, direct=args.direct), job)
+    with work_folder(job, planned.digest, control.progress) as sink:
+        receipt = chain(replace(job, sink=sink), control, direct=args.direct)
+    return report.of_receipt("publish", receipt, job)
+
+
+def chain(job: Job, control: Control, *, direct: bool) -> Receipt:
+    """Run the five steps: by the Prefect flow, or without Prefect."""
+    if direct:
+        return core.publish(job, progress=control.progress, cancellation=control.cancellation)
+    from hfdcp_flows import publish as flow
+
+    return flow.run(job, progress=control.progress, cancellation=control.cancellation)
+
+
+def demo(args: Namespace, control: Control) -> Answer:
+    """Publish a real small checkpoint to a Hub on this machine."""
+    from hfdcp_flows import demo as story
+
+    return story.demo(args, lambda job: chain(job, control, direct=args.direct), control.progress)
+
+
+ANSWERS: Mapping[str, Callable[[Namespace, Control], Answer]] = {
+    "inspect": inspect,
+    "plan": plan,
+    "consolidate": consolidate,
+    "validate": validate,
+    "push": push,
+    "publish": publish,
+    "demo": demo,
+}
+"""What carries out each command."""
+
+
+def heeds_a_wish(args: Namespace) -> bool:
+    """Whether the command stops by itself soon after it was asked to, leaving everything tidy."""
+    return args.command == "consolidate" or (args.command == "publish" and bool(args.direct))
+
+
+JOB_OPTIONS = frozenset(field.name for field in fields(Job))
+"""Options that are fields of a job, under the same name."""
+
+
+def job_of(args: Namespace) -> Job:
+    """Return what is asked as a value; storage options are set for the process and stay there."""
+    given = {name: value for name, value in vars(args).items() if name in JOB_OPTIONS}
+    given |= {name: tuple(given[name]) for name in ("include", "exclude") if name in given}
+    job = Job(**({"source": "", "sink": ""} | given) | ({"memory_bytes": args.memory} if "memory" in args else {}))
+    for protocol, options in storage_options(args, job).items():
+        configure(protocol, options)
+    return job
+
+
+def storage_options(args: Namespace, job: Job) -> Mapping[str, Mapping[str, object]]:
+    """Return the storage options of each protocol that is used.
+
+    Raises:
+        UsageError: Options are given for a local path, or both ends need other ones of the same protocol.
+    """
+    chosen: dict[str, dict[str, object]] = {}
+    for end, url in (("source", job.source), ("sink", job.sink)):
+        own = getattr(args, f"{end}_options", None)
+        protocol = protocol_of(url)
+        if own and not protocol:
+            raise UsageError(f"--{end}-options are given, but the {end} {url!r} is not a URL of a remote storage")
+        options = {**(getattr(args, "storage_options", None) or {}), **(own or {})}
+        if protocol and options and chosen.setdefault(protocol, options) != options:
+            raise UsageError(f"source and sink are both {protocol}://, so they cannot have options of their own")
+    if getattr(args, "storage_options", None) and not chosen:
+        raise UsageError("--storage-options are given, but nothing lies in a remote storage")
+    return chosen
+
+
+def protocol_of(url: str) -> str:
+    """Return the protocol that options of a URL are meant for; empty for a local path.
+
+    >>> protocol_of("gs://bucket/step-1"), protocol_of("simplecache::s3://bucket/x"), protocol_of("runs/7b")
+    ('gs', 's3', '')
+    """
+    scheme, separator, _ = url.partition("://")
+    protocol = scheme.rpartition("::")[2] if separator else ""
+    return "" if protocol in {"file", "local"} else protocol
+
+
+def say_what_is_left_out(gathered: Gathered, control: Control) -> None:
+    """Tell a person what will not be in the output, and why."""
+    if line := report.left_out(gathered.skipped):
+        control.progress.say(line)

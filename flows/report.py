@@ -1,0 +1,167 @@
+"""What a command found or did: as text for a person, and as a document for a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hfdcp_core import wire
+from hfdcp_core.catalog import Skipped
+from hfdcp_core.hub import Receipt
+from hfdcp_core.inspection import Inspection, Wanted
+from hfdcp_core.job import Gathered, Job, Planned
+from hfdcp_core.manifest import MANIFEST_PATH, Manifest
+from hfdcp_flows.screen import in_bytes
+
+SHOWN_NAMES = 2
+"""How many names are given before one stands for the rest."""
+SHOWN_TENSORS = 12
+"""How many tensors are listed where many are."""
+Document = Mapping[str, object]
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a command has to say when it is done."""
+
+    document: Document
+    """For ``--json``."""
+    text: str
+    """For a person."""
+    then: Callable[[], None] = nothing
+    """What goes on after it was said."""
+
+
+def left_out(skipped: Sequence[Skipped]) -> str:
+    """Say in a line what is not in the output and why, or nothing where everything is.
+
+    >>> left_out([Skipped("optim.step", "optimizer state"), Skipped("rng", "not a tensor")])
+    'left out 2 entries: 1 optimizer state (optim.step), 1 not a tensor (rng)'
+    """
+    by_reason: dict[str, list[str]] = {}
+    for entry in skipped:
+        by_reason.setdefault(entry.reason, []).append(entry.name)
+    if not by_reason:
+        return ""
+    reasons = ", ".join(f"{len(names)} {reason} ({some(names)})" for reason, names in by_reason.items())
+    return f"left out {counted(len(skipped), 'entry', 'entries')}: {reasons}"
+
+
+def some(names: Sequence[str]) -> str:
+    """Name a few of many.
+
+    >>> some(["a", "b"]), some(["a", "b", "c", "d", "e"])
+    ('a, b', 'a, …')
+    """
+    return ", ".join(names) if len(names) <= SHOWN_NAMES else f"{names[0]}, …"
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """Write a number with its noun.
+
+    >>> counted(1, "file"), counted(2, "file"), counted(2, "entry", "entries")
+    ('1 file', '2 files', '2 entries')
+    """
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def of_inspection(found: Inspection, job: Job) -> Answer:
+    """Tell what lies at a URL."""
+    document = {"command": "inspect", "source": job.source, "nbytes": found.nbytes, **_encoded(found)}
+    lines = [
+        f"{job.source}: {found.format}, {counted(found.files, 'file')}, {in_bytes(found.source_bytes)}",
+        f"{counted(len(found.wanted), 'tensor')}, {in_bytes(found.nbytes)}: {_by_dtype(found.wanted)}",
+        *_tensors(found.wanted),
+        *_notes(found.skipped, found.unproved),
+        *(f"PROBLEM: {problem}" for problem in found.problems),
+    ]
+    return Answer(document, "\n".join(lines))
+
+
+def _by_dtype(tensors: Iterable[Wanted]) -> str:
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        counts[tensor.spec.dtype] = counts.get(tensor.spec.dtype, 0) + 1
+    return ", ".join(f"{count} {dtype}" for dtype, count in sorted(counts.items(), key=lambda row: -row[1])) or "none"
+
+
+def _tensors(tensors: Sequence[Wanted]) -> list[str]:
+    shown = tensors if len(tensors) <= SHOWN_TENSORS else tensors[: SHOWN_TENSORS - 1]
+    width = max((len(tensor.fqn) for tensor in shown), default=0)
+    lines = [f"  {tensor.fqn:<{width}}  {tensor.spec}  {counted(tensor.shards, 'shard')}" for tensor in shown]
+    return lines if len(shown) == len(tensors) else [*lines, f"  … and {len(tensors) - len(shown)} more (--json: all)"]
+
+
+def _notes(skipped: Sequence[Skipped], unproved: str | None) -> list[str]:
+    notes = [left_out(skipped)] if skipped else []
+    return [*notes, f"not proved complete: {unproved}"] if unproved else notes
+
+
+def of_plan(gathered: Gathered, planned: Planned, job: Job) -> Answer:
+    """Tell what would be written."""
+    document = {
+        "command": "plan",
+        "source": job.source,
+        "sink": job.sink,
+        "gathered": _encoded(gathered),
+        "plan": _encoded(planned),
+    }
+    shards, copies = counted(gathered.shards, "shard"), counted(planned.copies, "copy", "copies")
+    size = in_bytes(sum(file.size for file in planned.files))
+    files = f"{counted(planned.tensors, 'tensor')} in {counted(len(planned.files), 'file')}"
+    lines = [
+        f"{job.source}: {gathered.format}, {counted(gathered.files, 'file')}, {shards}",
+        *_notes(gathered.skipped, gathered.unproved),
+        f"would write {files}, {size}, by {copies}, in at most {planned.peak_bytes >> 20} MiB of memory",
+        *(f"  {file.path}  {in_bytes(file.size)}{'  (done)' if file.done else ''}" for file in planned.files),
+        f"plan {planned.digest[:16]}",
+    ]
+    return Answer(document, "\n".join(lines))
+
+
+def of_manifest(command: str, manifest: Manifest, job: Job) -> Answer:
+    """Tell what was written, or found to be as it was written."""
+    document = {
+        "command": command,
+        "sink": job.sink,
+        "source": job.source,
+        "repo": job.repo,
+        "manifest": _encoded(manifest),
+    }
+    size = in_bytes(sum(record.size for record in manifest.files))
+    tensors = counted(sum(len(record.tensors) for record in manifest.records), "tensor")
+    lines = [
+        f"{job.sink}: {_VERDICT[command]}: {tensors} in {counted(len(manifest.records), 'file')}, {size}",
+        *(f"  {record.path}  {in_bytes(record.size)}  sha256 {record.sha256[:16]}…" for record in manifest.files),
+        f"manifest: {MANIFEST_PATH} (plan {manifest.plan_digest[:16]})",
+    ]
+    if manifest.unproved:
+        lines.append(f"not proved complete: {manifest.unproved}")
+    return Answer(document, "\n".join(lines))
+
+
+_VERDICT = {"consolidate": "complete and checked", "validate": "every byte is what was written"}
+
+
+def of_receipt(command: str, receipt: Receipt, job: Job) -> Answer:
+    """Tell what is on the Hub now."""
+    document = {"command": command, "source": job.source, "sink": job.sink, "receipt": _encoded(receipt)}
+    if receipt.unchanged:
+        text = f"{receipt.repo} already holds exactly this: {receipt.url}"
+    else:
+        created = " (created private)" if receipt.created else ""
+        text = (
+            f"{receipt.repo}{created}: {counted(len(receipt.files), 'file')} in one commit, "
+            f"{in_bytes(receipt.uploaded_bytes)} uploaded, and the Hub's hashes are ours\n{receipt.url}"
+        )
+    return Answer(document, f"{text}\ncommit {receipt.commit} on {receipt.revision}")
+
+
+def _encoded(value: object) -> dict[str, object]:
+    document = wire.encode(value)
+    assert isinstance(document, dict)
+    return {**document}
