@@ -38,6 +38,9 @@ class Record(list[object]):
     kind: ClassVar[str] = "ignored"
     """The writer's name of the class."""
 
+    def __init__(self) -> None:
+        """Refuse arguments: a call in a pickle could otherwise copy a long list again and again."""
+
 
 class MetadataRecord(Record):
     """The whole: tensors, where they are stored, and notes of the writer."""

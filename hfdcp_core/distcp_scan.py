@@ -9,6 +9,7 @@ the C stack. So every pickle is first cut into opcodes, without executing any:
 2. A length prefix must fit into the bytes that are left, and a memo index below the size of the pickle.
 3. Dictionaries become flat lists (``}`` → ``]``, ``u`` → ``e``, ``s`` → ``\x86a``): nothing is hashed while the pickle
    is loaded, and no dictionary exists that a BUILD could use to change attributes. `pairs` reads such lists.
+4. The writer's frames are dropped and all is put into one, so that the unpickler copies its input once.
 
 What is left costs time and memory in proportion to the pickle's size. Opcodes without a length prefix are matched in
 runs by one regular expression, so that Python code runs only for the others.
@@ -37,10 +38,12 @@ _REFUSED = {
 }  # fmt: skip
 _PREFIX_BYTES = {b"\x8c": 1, b"X": 4, b"\x8d": 8, b"C": 1, b"B": 4, b"\x8e": 8, b"\x8a": 1}
 """Opcodes of strings, bytes and long integers, and how many bytes their length takes."""
-_EMPTY_DICT, _SETITEMS, _SETITEM, _STOP, _LONG1 = b"}us.\x8a"
+_EMPTY_DICT, _SETITEMS, _STOP, _LONG1 = b"}u.\x8a"
 _EMPTY_LIST, _APPENDS = b"]e"
-_ONE_PAIR = b"\x86a"
-"""What stands for one SETITEM: TUPLE2, APPEND."""
+_REPLACED = {ord("s"): b"\x86a", 0x95: b""}
+"""What stands for a SETITEM (TUPLE2, APPEND) and for a FRAME."""
+_START = b"\x80\x04\x95"
+"""PROTO 4, FRAME: how every pickle begins that the unpickler sees."""
 _GLOBAL_NAME = re.compile(rb"([^\n]{1,300})\n([^\n]{1,300})\n")
 _LONGEST_INTEGER = 9
 """Bytes of the longest integer that any count of bytes or elements needs: 64 bits and a sign."""
@@ -66,12 +69,12 @@ def disarm(raw: bytes, rules: Rules) -> bytes:
         CorruptFile: It is cut off, has bytes behind its end, or is no pickle of protocol 2 to 5.
         UnsafePickle: It uses an opcode, or spells out a global, that no writer of DCP uses.
 
-    >>> disarm(b"\x80\x04}\x8c\x01aK\x01s.", Rules("here", lambda module, name: None))
-    b'\x80\x04]\x8c\x01aK\x01\x86a.'
+    >>> disarm(b"\x80\x04}\x8c\x01aK\x01s.", Rules("here", lambda module, name: None))[11:]
+    b']\x8c\x01aK\x01\x86a.'
     """
     if len(raw) < 2 or raw[0] != 0x80 or raw[1] not in _PROTOCOLS:
         raise CorruptFile(f"{rules.where}: not a pickle of protocol 2 to 5: it begins with {raw[:8]!r}")
-    tame, position, single_items = bytearray(raw), 2, list[int]()
+    tame, position, cuts = bytearray(raw), 2, list[tuple[int, int, bytes]]()
     while True:
         run = _RUN.match(raw, position)
         assert run is not None  # it matches the empty run, too
@@ -83,16 +86,15 @@ def disarm(raw: bytes, rules: Rules) -> bytes:
         elif code == _SETITEMS:
             tame[position] = _APPENDS
             position += 1
-        elif code == _SETITEM:
-            single_items.append(position)
-            position += 1
         elif code == _STOP:
             break
         else:
-            position = _skip(raw, position, rules)
+            start, position = position, _skip(raw, position, rules)
+            if code in _REPLACED:
+                cuts.append((start, position, _REPLACED[code]))
     if position + 1 != len(raw):
         raise CorruptFile(f"{rules.where}: {len(raw) - position - 1} bytes behind the end of the pickle")
-    return _with_pairs(tame, single_items)
+    return _framed(tame, cuts)
 
 
 def pairs(flat: list[object]) -> Iterator[tuple[object, object]]:
@@ -116,13 +118,15 @@ def pairs(flat: list[object]) -> Iterator[tuple[object, object]]:
                 raise ValueError("a dictionary has a key without a value") from None
 
 
-def _with_pairs(tame: bytearray, single_items: list[int]) -> bytes:
-    parts: list[bytes | bytearray] = []
-    start = 0
-    for position in single_items:
-        parts += [tame[start:position], _ONE_PAIR]
-        start = position + 1
-    return b"".join([*parts, tame[start:]])
+def _framed(tame: bytearray, cuts: list[tuple[int, int, bytes]]) -> bytes:
+    """Return one frame of what follows the first opcode, with the cut parts replaced."""
+    view, parts, start = memoryview(tame), list[bytes | memoryview](), 2
+    for first, stop, instead in cuts:
+        parts += [view[start:first], instead]
+        start = stop
+    parts.append(view[start:])
+    size = sum(map(len, parts))
+    return b"".join([_START, size.to_bytes(8, "little"), *parts])
 
 
 def _skip(raw: bytes, position: int, rules: Rules) -> int:
@@ -134,7 +138,7 @@ def _skip(raw: bytes, position: int, rules: Rules) -> int:
         return after + 4
     if code == b"\x95" and int.from_bytes(raw[after : after + 8], "little") <= len(raw) - after - 8:
         return after + 8
-    if code == b"Q" and rules.persistent_ids:
+    if code == b"s" or (code == b"Q" and rules.persistent_ids):
         return after
     if code in {b"c", b"i"} and (name := _GLOBAL_NAME.match(raw, after)):
         rules.check_global(_text(name[1]), _text(name[2]))

@@ -116,10 +116,10 @@ def content_span(item: Item, record: Record) -> tuple[int, int]:
     name_start = record.start + _LOCAL.size
     if magic != b"PK\3\4" or item.read(name_start, name_start + name_bytes) != record.name.encode():
         item.fail(f"byte {record.start}: no zip header of {record.name!r}, where the directory says it is")
-    # Bit 3: sizes and checksum follow the content, and stand here as zeros.
-    stated = {(0, 0, 0)} if flags & 8 else set()
-    allowed = stated | {(record.crc32, record.size, record.size), (record.crc32, _FULL_32, _FULL_32)}
-    if method or flags & _ENCRYPTED or (crc, packed, size) not in allowed:
+    # Bit 3: sizes and checksum follow the content, and zeros may stand here; all ones: a zip64 extra field has them.
+    later = {0} if flags & 8 else set()
+    agrees = crc in {record.crc32, *later} and {packed, size} <= {record.size, _FULL_32, *later}
+    if method or flags & _ENCRYPTED or not agrees:
         item.fail(f"{record.name!r}: its zip header contradicts the directory")
     start = name_start + name_bytes + extra_bytes
     return start, start + record.size
@@ -158,7 +158,10 @@ def _find_end(item: Item) -> int:
         while (at := tail.rfind(b"PK\5\6", 0, at)) >= 0:
             if at + _END.size <= len(tail) and at + _END.size + _END.unpack_from(tail, at)[-1] == len(tail):
                 return item.length - len(tail) + at
-    raise CorruptFile(f"{item.where}: no zip directory at its end: cut off, overwritten, or no torch.save archive")
+    raise CorruptFile(
+        f"{item.where}: no zip directory at its end: cut off, overwritten, or no torch.save archive "
+        "(what torch saves with SerializationFormat.SAFETENSORS cannot be read back, by torch neither)"
+    )
 
 
 def _zip64_end(item: Item, end: int) -> tuple[int, list[int]] | None:
