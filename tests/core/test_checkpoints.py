@@ -54,7 +54,7 @@ def loaded_by_torch(folder: Path) -> dict[str, TruthTensor]:
 
 
 UNREADABLE = ("hf_unreadable",)
-"""What torch writes and cannot read."""
+"""What torch 2.13 writes and cannot read; a later one may."""
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in UNREADABLE])
@@ -65,9 +65,15 @@ def test_torch_itself_loads_what_the_truth_says(case: str, checkpoints: Mapping[
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-def test_torch_still_cannot_read_what_the_truth_says(case: str, checkpoints: Mapping[str, Truth]) -> None:
-    with pytest.raises(KeyError, match=r"F8_E8M0|F4"):
-        loaded_by_torch(checkpoints[case].folder)
+def test_where_torch_cannot_read_it_names_the_dtype_and_else_agrees(
+    case: str, checkpoints: Mapping[str, Truth]
+) -> None:
+    truth = checkpoints[case]
+    try:
+        found = loaded_by_torch(truth.folder)
+    except KeyError as fault:
+        found = str(fault).strip("'")
+    assert found == truth.tensors or found in {tensor.dtype for tensor in truth.tensors.values()}
 
 
 def test_every_case_has_a_builder_and_every_builder_a_case() -> None:

@@ -13,7 +13,7 @@ from hfdcp_core.manifest import INDEX_PATH, MANIFEST_PATH
 from hfdcp_core.publish import Job
 from hfdcp_core.testing.checkpoints import CASES, Truth, compare_with_truth
 
-SMALL = 300
+SMALL = 40
 """Tensor bytes in one file at most, where there shall be several."""
 
 
@@ -55,7 +55,7 @@ def test_small_files_are_really_several_in_nearly_every_case(checkpoints: Mappin
         for case, truth in checkpoints.items()
     }
     single = {case for case, plan in planned.items() if len(plan.files) == 1}
-    assert single <= {"overwritten", "blocks", "hf_unreadable"}
+    assert single == {"overwritten", "blocks", "hf_unreadable"}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if CASES[case].format == "dcp"])
@@ -67,12 +67,12 @@ def test_every_tensor_comes_out_under_its_saved_name_when_asked(
     assert compare_with_truth(truth, tmp_path, names=truth.tensors) == ()
 
 
-@pytest.mark.parametrize("memory_bytes", [1 << 20, 98 << 20, 256 << 20])
+@pytest.mark.parametrize("memory_bytes", [97 << 20, 1 << 30])
 @pytest.mark.parametrize("case", ["tall_columns", "views", "fsdp_tp"])
 def test_the_budget_changes_no_byte(
     case: str, memory_bytes: int, checkpoints: Mapping[str, Truth], tmp_path: Path
 ) -> None:
-    publish.make(job_for(case, checkpoints[case], tmp_path, memory_bytes=memory_bytes))
+    publish.make(job_for(case, checkpoints[case], tmp_path, memory_bytes=memory_bytes, workers=1))
     assert compare_with_truth(checkpoints[case], tmp_path) == ()
 
 
