@@ -329,7 +329,8 @@ class _Filler:
         filled = 0
         for copy, box, shared in self._copies.meeting(piece):
             inside = shared.relative_to(piece.box)
-            out = target[tuple(slice(a, b) for a, b in zip(inside.offset, inside.stop, strict=True))]
+            # The ellipsis keeps a 0-d part a view of the buffer; without it numpy returns a copy.
+            out = target[(*map(slice, inside.offset, inside.stop), ...)]
             view = self._view(copy, box, shared, spec)
             gather_strided(self._payload(copy.read.shard).read_into, view, out, scratch=self._scratch)
             filled += shared.volume

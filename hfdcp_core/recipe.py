@@ -263,7 +263,7 @@ def define(catalog: Catalog, names: Iterable[str], recipe: Recipe) -> tuple[Defi
     renamed, idle = _until_stable({name: name for name in names}, catalog, recipe)
     problems = [f"rule {rule!r} matches no tensor" for rule in idle if recipe.strict]
     problems += _clashes(renamed)
-    problems += [f"{saved!r} would be called {new!r}" for saved, new in renamed.items() if new in {"", "__metadata__"}]
+    problems += [f"{saved!r} would lose its whole name" for saved, new in renamed.items() if saved and not new]
     PlanError.raise_for(f"the recipe {recipe.name!r} cannot be applied", problems)
     return tuple(Definition(new, catalog.tensors[saved], saved) for saved, new in renamed.items())
 
