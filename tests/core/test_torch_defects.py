@@ -224,11 +224,10 @@ def test_an_index_beside_the_shards_that_names_other_tensors_is_refused(
     source = copy_of("hf_uneven")
     names = dict.fromkeys(checkpoints["hf_uneven"].tensors, "model-00001-of-00001.safetensors")
     wrong = "layers.7.ghost" if edit == "adds" else UP
-    named = (
-        {**names, wrong: "model-00001-of-00001.safetensors"}
-        if edit == "adds"
-        else {n: f for n, f in names.items() if n != wrong}
-    )
+    if edit == "adds":
+        names[wrong] = "model-00001-of-00001.safetensors"
+    else:
+        del names[wrong]
     (source / INDEX_PATH).write_text(json.dumps({"metadata": {"total_size": 1000}, "weight_map": names}))
     fault = refused(Job(str(source), str(tmp_path / "out")))
     assert isinstance(fault, IncompleteCheckpoint)
