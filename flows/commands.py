@@ -123,6 +123,7 @@ def job_of(args: Namespace) -> Job:
     given = {name: value for name, value in vars(args).items() if name in JOB_OPTIONS}
     given |= {name: tuple(given[name]) for name in ("include", "exclude") if name in given}
     job = Job(**({"source": "", "sink": ""} | given) | ({"memory_bytes": args.memory} if "memory" in args else {}))
+    assert job.window_bytes  # refuses too little memory before anything is read
     for protocol, options in storage_options(args, job).items():
         configure(protocol, options)
     return job
