@@ -52,6 +52,12 @@ class Server(ThreadingHTTPServer):
         super().server_close()
 
 
+def _flipped(block: bytes) -> bytes:
+    """Flip one bit in the middle, where content is and not a header."""
+    middle = len(block) // 2
+    return block[:middle] + bytes([block[middle] ^ 1]) + block[middle + 1 :]
+
+
 class Handler(BaseHTTPRequestHandler):
     """One connection."""
 
@@ -132,7 +138,7 @@ class Handler(BaseHTTPRequestHandler):
             self._received += len(block)
             if fault.drop_after is not None and self._received >= fault.drop_after:
                 raise ConnectionResetError
-            yield bytes([block[0] ^ 1]) + block[1:] if flip else block
+            yield _flipped(block) if flip else block
             flip = False
 
     def _raw_blocks(self) -> Iterator[bytes]:

@@ -30,7 +30,7 @@ class Fault:
     drop_after: int | None = None
     """Close the connection once that many bytes of the request's body have come in."""
     corrupt: bool = False
-    """Flip a bit in the first byte of the request's body."""
+    """Flip one bit of the request's body."""
     delay_s: float = 0.0
     """Seconds to wait before anything else; leaving the Hub ends the wait."""
     times: int = 1
