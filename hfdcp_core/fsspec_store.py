@@ -48,6 +48,9 @@ PIECE_BYTES = 8 << 20
 READ_PAUSES_S = (0.05, 0.25, 1.0)
 """How long to wait before each further try of a piece that could not be read."""
 
+PATIENCE_S = 20.0
+"""After how long no further try is made: by then the library has tried again and again by itself, as gcsfs does."""
+
 _STATES = ("generation", "ETag", "etag", "blob_id", "md5Hash")
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
@@ -223,11 +226,12 @@ class FsspecStore:
         return hashlib.sha256(b"".join(self.read(path, *end) for end in sorted(ends))).hexdigest()[:16]
 
     def _read_piece(self, path: str, full: str, start: int, length: int) -> bytes:
+        began = time.monotonic()
         for pause_s in READ_PAUSES_S:
             try:
                 return self._fetch(path, full, start, length)
             except StorageError as error:
-                if not error.retryable:
+                if not error.retryable or time.monotonic() > began + PATIENCE_S:
                     raise
                 self._refuse_beyond_the_end(path, start, length)
             time.sleep(pause_s)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hfdcp_core.errors import NoSpace, SinkOccupied, StorageDenied, StorageNotFound
-from hfdcp_core.local_store import LocalStore, described_holder
+from hfdcp_core.local_store import LocalStore
 
 
 def run_python(script: str, *arguments: object, prefix: tuple[str, ...] = ()) -> str:
@@ -188,9 +188,13 @@ def test_a_lock_file_of_a_dead_process_is_no_lock(tmp_path: Path) -> None:
     assert children(tmp_path) == []
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"pid": 1}'], ids=repr)
-def test_a_holder_that_has_written_nothing_useful_is_still_described(raw: bytes) -> None:
-    assert described_holder(raw) == "another process that has just begun"
+def test_an_older_file_gives_its_space_back_though_it_was_read(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("f", b"old")
+    store.read("f", 0, 3)
+    store.put("f", b"new")
+    held = [link.readlink() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert not [path for path in held if str(path).startswith(str(tmp_path))]
 
 
 def test_nothing_is_made_before_the_first_write(tmp_path: Path) -> None:

@@ -1,0 +1,131 @@
+"""How a local file is written so that nothing shows until it is whole.
+
+It has a temporary name in the same folder and all of its space from the start, so that a full disk is known at once;
+it is renamed when it is whole and on the disk. Its writer keeps it locked: a temporary file that nobody has locked was
+left by a process that died.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from hfdcp_core.errors import ValidationError
+from hfdcp_core.file_lock import has_locks, try_lock
+from hfdcp_core.store_base import TEMPORARY, os_faults
+
+_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
+_NAME_CHARACTERS = 60  # of the final name within the temporary one: 255 bytes must hold both
+
+
+class LocalUpload:
+    """One file under its temporary name."""
+
+    def __init__(self, final: str, size: int) -> None:
+        """Make the file, locked so that no sweep takes it for dead.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        self._final, self._size = final, size
+        self._written = 0
+        self._temporary, self._fd = _make(Path(final))
+
+    def reserve(self) -> None:
+        """Take all of the space, where the file system can do that.
+
+        Raises:
+            OSError: There is not enough.
+        """
+        try:
+            if self._size:
+                os.posix_fallocate(self._fd, 0, self._size)
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                raise
+
+    def write(self, buffer: memoryview) -> None:
+        """Append bytes."""
+        rest = buffer.cast("B")
+        with os_faults(f"write {self._final}"):
+            while rest:
+                count = os.pwrite(self._fd, rest, self._written)
+                rest, self._written = rest[count:], self._written + count
+
+    def commit(self) -> None:
+        """Make the file durable, then visible.
+
+        Raises:
+            ValidationError: More or fewer bytes came than were announced.
+        """
+        if self._written != self._size:
+            raise ValidationError(f"{self._final}: {self._size} bytes were announced, {self._written} were written")
+        with os_faults(f"write {self._final}"):
+            os.fsync(self._fd)
+            self._temporary.replace(self._final)
+            self._close()
+            sync_folder(os.path.dirname(self._final))  # noqa: PTH120
+
+    def commit_new(self) -> bool:
+        """Make a small file visible unless there is one of its name; return whether it was made."""
+        with os_faults(f"write {self._final}"):
+            os.fsync(self._fd)
+            try:
+                os.link(self._temporary, self._final)
+            except FileExistsError:
+                return False
+            sync_folder(os.path.dirname(self._final))  # noqa: PTH120
+        return True
+
+    def abort(self) -> None:
+        """Remove the temporary file; nothing happens after a commit or a second time."""
+        if self._fd >= 0:
+            with suppress(OSError):  # whatever failed before is the news; a later sweep finds what stays
+                self._temporary.unlink(missing_ok=True)
+            self._close()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+
+
+def is_temporary(name: str) -> bool:
+    """Tell whether a file of this name is being written, or was when its writer died."""
+    return name.startswith(".") and TEMPORARY in name
+
+
+def _make(final: Path) -> tuple[Path, int]:
+    """Make an empty, locked file beside ``final``."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    locks = has_locks(final.parent)
+    while True:
+        temporary = final.parent / f".{final.name[:_NAME_CHARACTERS]}{TEMPORARY}{secrets.token_hex(8)}"
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        if not locks or (try_lock(fd) and os.fstat(fd).st_nlink):
+            return temporary, fd
+        os.close(fd)  # a sweep came between the two calls, took the file for dead and removed it
+
+
+def remove_if_dead(temporary: Path) -> None:
+    """Remove a temporary file unless somebody has locked it."""
+    try:
+        fd = os.open(temporary, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return  # its writer has just finished
+    try:
+        if try_lock(fd):
+            temporary.unlink(missing_ok=True)
+    finally:
+        os.close(fd)
+
+
+def sync_folder(folder: str) -> None:
+    """Make what was renamed or removed in ``folder`` survive a power cut."""
+    fd = os.open(folder or "/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
