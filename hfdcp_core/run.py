@@ -199,33 +199,30 @@ class Run:
             SinkOccupied: The sink holds another output and ``overwrite`` is not given.
         """
         present = self.output_files()
-        begun = self._begun_plan()
-        mine = {file.path for file in planned.files} if begun == planned.digest else set()
-        foreign = [path for path in present if path.endswith(".safetensors") and path not in mine]
-        if not foreign and self._is_ours(planned, present):
+        manifest_digest, plan_digest = self._digests()
+        mine = {file.path for file in planned.files} if planned.digest in {manifest_digest, plan_digest} else set()
+        foreign = {path for path in present if path.endswith(".safetensors")} - mine
+        other_index = INDEX_PATH in present and self.read(INDEX_PATH) != planned.index
+        other_manifest = MANIFEST_PATH in present and manifest_digest != planned.digest
+        if not (foreign or other_index or other_manifest):
             return
         if not overwrite:
             raise SinkOccupied(f"{self.sink.url} holds another output (--overwrite replaces it)", present)
         for path in sorted(present, key=lambda path: (path != MANIFEST_PATH, path != INDEX_PATH)):
             self.sink.delete(path)
 
-    def _begun_plan(self) -> str | None:
-        """Return the digest of the plan that was begun here, if any can be read."""
-        raw = self.read(_PLAN)
-        try:
-            return None if raw is None else wire.loads("plan", PlanSummary, raw).digest
-        except ValidationError:
-            return None
-
-    def _is_ours(self, planned: PlanSummary, present: tuple[str, ...]) -> bool:
-        """Whether the index and manifest that are there, if any, are those of the plan."""
-        if INDEX_PATH in present and self.read(INDEX_PATH) != planned.index:
-            return False
+    def _digests(self) -> tuple[str | None, str | None]:
+        """Return the plan digests that the manifest and the plan here state, where they can be read."""
         try:
             manifest = self.manifest()
         except ValidationError:
-            return False
-        return manifest is None or manifest.plan_digest == planned.digest
+            manifest = None
+        raw = self.read(_PLAN)
+        try:
+            plan = None if raw is None else wire.loads("plan", PlanSummary, raw)
+        except ValidationError:
+            plan = None
+        return manifest and manifest.plan_digest, plan and plan.digest
 
 
 def _file_plan(number: int) -> str:
