@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -28,6 +28,7 @@ RENEWALS = 4
 """How many times a lease is renewed in that time."""
 
 _TAKEOVERS = 3
+_STOPS_WITHIN_S = 10.0  # a renewal that hangs in a dead network is left behind: its lease runs out
 _HELD: set[str] = set()  # owners that live in this process
 _HELD_LOCK = threading.Lock()
 
@@ -122,8 +123,9 @@ def hold_lease(store: LeaseStore, path: str, note: str, *, lasts_s: float = LEAS
             yield
         finally:
             renewal.stop()
-            if (now := _current(store, path)) and now.owner == lease.owner:
-                store.delete(path)
+            with suppress(StorageError):  # what cannot be removed now runs out by itself
+                if (now := _current(store, path)) and now.owner == lease.owner:
+                    store.delete(path)
     if renewal.lost:
         raise SinkOccupied(
             f"{store.url}/{path} was taken over by another process while this one was writing; run again"
@@ -177,7 +179,7 @@ class _Renewal(threading.Thread):
 
     def stop(self) -> None:
         self._stopped.set()
-        self.join()
+        self.join(_STOPS_WITHIN_S)
 
     def _renew(self) -> None:
         try:

@@ -163,6 +163,17 @@ def test_a_storage_that_is_down_is_no_reason_to_believe_that_nobody_holds() -> N
             store.hold("lock", "mine").__enter__()
 
 
+def test_a_lease_that_cannot_be_removed_is_no_failure_and_holds_nobody_up() -> None:
+    with faulty_store(f"memory://test-lease-{secrets.token_hex(8)}") as faults:
+        store = open_store(faults.url)
+        faults.add(Fault("delete", path="^lock$", error=FOREIGN_ERRORS[StorageError]))
+        with store.hold("lock", "mine"):
+            pass
+        assert store.stat("lock").size > 0
+        with store.hold("lock", "mine again"):
+            pass
+
+
 def test_a_second_process_is_refused(tmp_path: object) -> None:
     script = (
         "import sys; from fsspec.implementations.local import LocalFileSystem as L\n"
