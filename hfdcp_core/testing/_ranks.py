@@ -7,6 +7,7 @@ file on disk, talk by gloo on loopback, and save through torch's own writers.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import itertools
 import json
 import multiprocessing
@@ -60,7 +61,7 @@ def main() -> int:
 def run_group(ranks: int, orders: Sequence[Order], scratch: Path, deadline: float) -> str | None:
     """Fork the ranks and wait for them; return what the first rank to fail has to say, or None."""
     if ranks > 1:
-        import torch._dynamo  # fully_shard does when first called: here, before the fork, it costs its seconds once
+        importlib.import_module("torch._dynamo")  # fully_shard's first call does: here it costs its seconds only once
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=rank_main, args=(rank, orders, scratch, deadline)) for rank in range(ranks)]
     for process in processes:
