@@ -36,6 +36,14 @@ CONNECT_S, ANSWER_S = 10.0, 300.0
 """How long to wait for a connection, and for the next byte: a commit alone may take the Hub a minute."""
 MOST_PATHS = 500
 """Paths in one question; the Hub refuses more than a thousand."""
+_KINDS: Mapping[int, type[HubError]] = {
+    401: HubDenied,
+    403: HubDenied,
+    408: HubUnavailable,
+    409: Conflict,
+    412: Conflict,
+    429: RateLimited,
+}
 _ADVICE: Mapping[type[HubError], str] = {
     HubDenied: "check that the token (HF_TOKEN, or `hf auth login`) is valid and may do this",
     Conflict: "somebody pushed since; look at their commit, then push again to build upon it",
@@ -93,11 +101,13 @@ class Repository:
             HubRejected: The repository has no such revision.
             HubDenied: There is no token, so that a private repository cannot be told from none.
         """
+        from huggingface_hub import get_session
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
         with self._calling(f"cannot look at {self._place}"):
             try:
-                info = self._api.repo_info(self.name, revision=self.revision)
+                # Left alone, this one call of the client waits for ever whatever its own client says.
+                info = self._api.repo_info(self.name, revision=self.revision, timeout=get_session().timeout.read)
             except RepositoryNotFoundError as fault:
                 if self._token and fault.response.status_code == 404 and not isinstance(fault, GatedRepoError):
                     return None
@@ -152,8 +162,12 @@ class Repository:
         Raises:
             ValidationError: The bytes that were sent do not have the sha256 of their record.
         """
-        operations = [self._addition(record, path) for record, path in files]
-        with self._calling(f"cannot upload to {self._place}"), _no_bars():
+        from huggingface_hub.utils._runtime import is_xet_available
+
+        xet = is_xet_available()
+        operations = [self._addition(record, path, hashed=not xet) for record, path in files]
+        way = "by Xet (HF_HUB_DISABLE_XET=1 takes LFS)" if xet else "by LFS"
+        with self._calling(f"cannot upload to {self._place} {way}"), _no_bars():
             self._api.preupload_lfs_files(self.name, operations, revision=self.revision)
         problems = []
         for (record, path), operation in zip(files, operations, strict=True):
@@ -163,13 +177,12 @@ class Repository:
         ValidationError.raise_for("files are no longer what was written; consolidate them again", problems)
         self._staged += operations
 
-    def _addition(self, record: FileRecord, path: Path) -> CommitOperationAdd:
+    def _addition(self, record: FileRecord, path: Path, *, hashed: bool) -> CommitOperationAdd:
         from huggingface_hub import CommitOperationAdd
-        from huggingface_hub.utils._runtime import is_xet_available
 
         with self._calling(f"cannot read {path}"):
             operation = CommitOperationAdd(record.path, path.absolute())
-        if not is_xet_available():
+        if hashed:
             # By LFS the client would read the file once more only to hash it, and the Hub checks the digest.
             # By Xet nobody checks a digest that is stated: hf_xet has to compute it from the bytes that it sends.
             operation.upload_info.sha256 = bytes.fromhex(record.sha256)
@@ -249,6 +262,8 @@ def _translate(fault: Exception, what: str, *, signed: bool) -> HubError | Stora
         return _by_status(what, fault.response, said)
     if isinstance(fault, RuntimeError) and isinstance(fault.__cause__, Exception):
         return _translate(fault.__cause__, what, signed=signed)  # how the client reports one LFS upload of many
+    if found := re.search(r"HTTP status \w+ error \((\d{3})", str(fault)):
+        return _error(_kind(int(found[1])), what, fault)  # hf_xet says it in words only
     if isinstance(fault, OSError) and fault.errno is not None and not isinstance(fault, ConnectionError | TimeoutError):
         return StorageError(f"{what}: {fault}")
     return _error(
@@ -258,18 +273,14 @@ def _translate(fault: Exception, what: str, *, signed: bool) -> HubError | Stora
 
 def _by_status(what: str, response: httpx2.Response, said: str) -> HubError:
     status = response.status_code
-    kinds: Mapping[int, type[HubError]] = {
-        401: HubDenied,
-        403: HubDenied,
-        408: HubUnavailable,
-        409: Conflict,
-        412: Conflict,
-        429: RateLimited,
-    }
-    kind = kinds.get(status, HubUnavailable if status >= 500 else HubRejected)
+    kind = _kind(status)
     wait = _seconds(response.headers) if kind is RateLimited else None
     answer = f"the Hub answered {status}: {' '.join(said.split())}"
     return _error(kind, what, f"{answer}; it asks to wait {wait} s" if wait else answer)
+
+
+def _kind(status: int) -> type[HubError]:
+    return _KINDS.get(status, HubUnavailable if status >= 500 else HubRejected)
 
 
 def _error(kind: type[HubError], what: str, why: object) -> HubError:
