@@ -16,7 +16,15 @@ from hfdcp_core import gather as gathering
 from hfdcp_core import hub, recipe
 from hfdcp_core import validate as validating
 from hfdcp_core.catalog import Catalog
-from hfdcp_core.errors import Cancelled, IncompleteCheckpoint, NoSpace, PlanError, UsageError, ValidationError
+from hfdcp_core.errors import (
+    Cancelled,
+    IncompleteCheckpoint,
+    NoSpace,
+    PlanError,
+    SinkOccupied,
+    UsageError,
+    ValidationError,
+)
 from hfdcp_core.job import MEMORY_AT_START, Gathered, Job, Planned, PlannedFile
 from hfdcp_core.layout import lay_out
 from hfdcp_core.manifest import FileRecord, Manifest
@@ -51,10 +59,19 @@ def gather(job: Job, *, progress: Progress = SILENT) -> Gathered:
         PlanError: The patterns choose nothing, or something that cannot be carried.
     """
     progress.begin("gather", 0)
+    _refuse_own_source(job)
     catalog = gathering.gather(open_store(job.source), world_size=job.world_size)
     gathered = _gathered(catalog, job)
     Run(open_store(job.sink)).save_catalog(catalog)
     return gathered
+
+
+def _refuse_own_source(job: Job) -> None:
+    """Refuse to write into the checkpoint itself: what is replaced there may be what is read."""
+    source, sink = (open_store(url) for url in (job.source, job.sink))
+    places = [local.resolve() if (local := store.local_path("x")) else store.url for store in (source, sink)]
+    if places[0] == places[1]:
+        raise SinkOccupied(f"{job.sink} is the checkpoint itself; choose another folder for the output")
 
 
 def _gathered(catalog: Catalog, job: Job) -> Gathered:

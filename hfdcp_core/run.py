@@ -222,7 +222,7 @@ class Run:
             plan = None if raw is None else wire.loads("plan", PlanSummary, raw)
         except ValidationError:
             plan = None
-        return manifest and manifest.plan_digest, plan and plan.digest
+        return (manifest.plan_digest if manifest else None), (plan.digest if plan else None)
 
 
 def _file_plan(number: int) -> str:

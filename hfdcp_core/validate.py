@@ -34,7 +34,7 @@ from hfdcp_core.store import Source
 
 CHECKS = (
     "every wanted element comes from exactly one place",
-    "source items match their CRC-32",
+    "source items that carry a CRC-32 match it",
     "source files unchanged from gathering to the end",
     "files opened again by safetensors' own reader",
     "headers, sizes, records and index agree both ways",

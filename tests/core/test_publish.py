@@ -269,6 +269,13 @@ def test_a_sink_that_holds_something_else_is_refused_untouched(job: Job, name: s
     assert (sink / name).read_bytes() == b"somebody's"
 
 
+@pytest.mark.parametrize("way", ["{}", "{}/", "{}/../ckpt", "file://{}"])
+def test_the_checkpoint_itself_is_no_sink_even_when_asked_to_overwrite(job: Job, way: str) -> None:
+    with pytest.raises(SinkOccupied, match="is the checkpoint itself"):
+        publish.make(replace(job, sink=way.format(job.source), overwrite=True))
+    assert {".metadata", "__0_0.distcp"} <= {path.name for path in Path(job.source).iterdir()}
+
+
 def test_another_output_is_replaced_when_that_is_asked_for(job: Job) -> None:
     publish.make(replace(job, max_file_size=10**9))
     with pytest.raises(SinkOccupied):
