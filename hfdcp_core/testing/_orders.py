@@ -14,6 +14,9 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from hfdcp_core.testing._truth import CHECKPOINT_NAME
 
 GRACE_S = 10.0
 """How much longer than its ranks the helper may take, to report which of them hung and where."""
@@ -43,8 +46,11 @@ def carry_out(orders: Sequence[Order], *, timeout_s: float) -> None:
     """Write all checkpoints; those of one number of ranks are written by one set of processes.
 
     Raises:
+        FileExistsError: Something lies where a checkpoint shall go: its files could be taken for parts of the new one.
         RankFailed: A rank raised, died, or had not finished after ``timeout_s``.
     """
+    for order in orders:
+        _refuse_used(Path(order.folder) / CHECKPOINT_NAME)
     request = json.dumps({"timeout_s": timeout_s, "orders": [asdict(order) for order in orders]})
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "hfdcp_core.testing._ranks"],
@@ -63,6 +69,11 @@ def carry_out(orders: Sequence[Order], *, timeout_s: float) -> None:
         _end(process)
     if process.returncode:
         raise RankFailed(f"the ranks failed with status {process.returncode}:\n{log.strip()}")
+
+
+def _refuse_used(folder: Path) -> None:
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder}: not empty; a checkpoint is only written into an empty folder")
 
 
 def _end(process: subprocess.Popen[str]) -> None:

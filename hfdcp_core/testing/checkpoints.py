@@ -114,6 +114,7 @@ def write_checkpoint(case: str, folder: Path) -> Truth:
 
     Raises:
         KeyError: There is no such case.
+        FileExistsError: A checkpoint lies there already.
         RankFailed: A rank raised, died or hung; the message holds its traceback.
     """
     return _write([_order_of(CASES[case], folder)])[0]
@@ -126,6 +127,7 @@ def write_checkpoints(cases: Iterable[str], folder: Path) -> Mapping[str, Truth]
 
     Raises:
         KeyError: There is no such case.
+        FileExistsError: A checkpoint lies there already.
         RankFailed: A rank raised, died or hung; the message holds its traceback.
     """
     names = tuple(dict.fromkeys(cases))
@@ -147,6 +149,7 @@ def write_model(
     the bytes of its file besides.
 
     Raises:
+        FileExistsError: A checkpoint lies there already.
         RankFailed: A rank raised, died or hung; the message holds its traceback.
     """
     settings = {"total_bytes": total_bytes, "layout": layout, "dtype": dtype}

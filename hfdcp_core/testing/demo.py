@@ -21,6 +21,7 @@ def write_demo_checkpoint(folder: Path) -> Truth:
     bf16 weights, an fp32 buffer, a 0-d integer, AdamW's state and a few plain objects. Takes seconds.
 
     Raises:
+        FileExistsError: A checkpoint lies there already.
         RankFailed: A rank raised, died or hung; the message holds its traceback.
     """
     carry_out([Order("demo", RANKS, str(folder.absolute()), "dcp", _SIZE)], timeout_s=TIMEOUT_S)

@@ -26,6 +26,7 @@ from hfdcp_core.testing.checkpoints import (
     compare_with_truth,
     main,
     read_truth,
+    write_checkpoint,
     write_model,
 )
 from hfdcp_core.testing.demo import write_demo_checkpoint
@@ -210,6 +211,11 @@ def test_an_output_that_cannot_be_read_is_told(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- ranks
+
+
+def test_a_folder_that_is_in_use_is_refused(checkpoints: Mapping[str, Truth]) -> None:
+    with pytest.raises(FileExistsError, match="not empty"):
+        write_checkpoint("tied", checkpoints["tied"].folder.parent)
 
 
 def test_a_rank_that_raises_is_shown_with_its_traceback(tmp_path: Path) -> None:
