@@ -174,6 +174,50 @@ class TestFaultsOfReading:
         assert reads == [(3, "ok"), failed, again][: len(reads)]
         assert len(reads) == 3
 
+    def test_a_file_that_vanishes_between_two_tries_is_not_found(self, faults: Faults) -> None:
+        store = open_store(faults.url)
+        store.put("f", b"0123456789")
+        faults.add(Fault("read", error=FOREIGN_ERRORS[StorageError], then=lambda: store.delete("f")))
+        with pytest.raises(StorageNotFound, match="cannot look at"):
+            store.read("f", 2, 5)
+
+    def test_a_read_goes_on_though_the_size_cannot_be_asked_for(self, faults: Faults) -> None:
+        store = open_store(faults.url)
+        store.put("f", b"0123456789")
+        faults.add(Fault("read", error=FOREIGN_ERRORS[StorageError]))
+        faults.add(Fault("stat", error=FOREIGN_ERRORS[StorageError]))
+        assert store.read("f", 2, 5) == b"234"
+
+
+class Terse(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Says as little as plain HTTP servers do: no times, and no sizes in a listing."""
+
+    def ls(self, path: str, detail: bool = True, **_: object) -> list[dict[str, object]]:
+        return [{"name": entry["name"], "size": None, "type": entry["type"]} for entry in super().ls(path)]
+
+    def info(self, path: str, **_: object) -> dict[str, object]:
+        return {name: value for name, value in super().info(path).items() if name != "created"}
+
+
+class TestStorageThatSaysLittle:
+    @pytest.fixture
+    def store(self) -> FsspecStore:
+        return FsspecStore(Terse(global_store=False, skip_instance_cache=True), "/root")
+
+    def test_sizes_are_asked_for_one_by_one(self, store: FsspecStore) -> None:
+        store.put("f", b"0123456789")
+        assert [(file.path, file.size) for file in store.list().files] == [("f", 10)]
+
+    @pytest.mark.parametrize("changed", [0, 9_999], ids=["first byte", "last byte"])
+    def test_a_change_shows_in_the_content(self, store: FsspecStore, changed: int) -> None:
+        content = bytearray(10_000)
+        store.put("f", bytes(content))
+        before = store.stat("f")
+        assert store.list().files == (before,)
+        content[changed] = 1
+        store.put("f", bytes(content))
+        assert store.stat("f") != before
+
 
 class TestFaultsOfWriting:
     @pytest.mark.parametrize("operation", ["create", "write", "commit"])
