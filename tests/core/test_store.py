@@ -192,7 +192,7 @@ class TestFaultsOfReading:
 class Terse(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
     """Says as little as plain HTTP servers do: no times, and no sizes in a listing."""
 
-    def ls(self, path: str, detail: bool = True, **_: object) -> list[dict[str, object]]:
+    def ls(self, path: str, **_: object) -> list[dict[str, object]]:
         return [{"name": entry["name"], "size": None, "type": entry["type"]} for entry in super().ls(path)]
 
     def info(self, path: str, **_: object) -> dict[str, object]:
