@@ -12,7 +12,7 @@ from hfdcp_core.errors import UsageError
 from hfdcp_core.hub import Receipt
 from hfdcp_core.job import Gathered, Job
 from hfdcp_core.state import Cancellation, Progress
-from hfdcp_core.storage_options import configure
+from hfdcp_core.store import configure
 from hfdcp_flows import report
 from hfdcp_flows.report import Answer
 from hfdcp_flows.work_folder import work_folder
@@ -85,6 +85,7 @@ def chain(job: Job, control: Control, *, direct: bool) -> Receipt:
     """Run the five steps: by the Prefect flow, or without Prefect."""
     if direct:
         return core.publish(job, progress=control.progress, cancellation=control.cancellation)
+    control.progress.say("starting Prefect, and its own server where none is configured (--direct does without) …")
     from hfdcp_flows import publish as flow
 
     return flow.run(job, progress=control.progress, cancellation=control.cancellation)

@@ -174,4 +174,4 @@ def story(folders: Folders, job: Job, receipt: Receipt, run: str, *, tensors: in
     lines = [f"  {what:<{widths[0]}}  {where:<{widths[1]}}  {note}" for what, where, note in rows]
     end = f"The Hub serves until Ctrl-C: export HF_ENDPOINT={job.endpoint} HF_TOKEN={os.environ.get('HF_TOKEN', '')}"
     follow = "Now your own:  hfdcp inspect CHECKPOINT   then   hfdcp publish CHECKPOINT REPO"
-    return "\n".join(["It went well.", *lines, end if kept else follow])
+    return "\n".join(["It went well: what the ranks saved is on the Hub.", *lines, end if kept else follow])
