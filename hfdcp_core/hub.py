@@ -35,6 +35,8 @@ WEIGHTS = (".safetensors", ".safetensors.index.json")
 FILES_AT_ONCE = 4
 """Local files in one upload; by LFS each is one sequential stream. From another store it is one, which is spooled."""
 BLOCK_BYTES = 8 << 20
+Same = Callable[[FileRecord, RemoteFile], bool]
+"""Whether a regular file on the Hub, of which it keeps no sha256, has the content of a record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,11 @@ def push(
     progress.begin("push", sum(record.size for record in missing))
     if missing or stale:
         _upload(repository, store, missing, progress)
-        message = message or _message(manifest)
-        commit = _commit(repository, head, records[-1], delete=stale, message=message)
+        title, description = message or _message(manifest), f"{MANIFEST_PATH} has sha256 {records[-1].sha256}"
+        try:
+            commit = repository.commit(head.commit, delete=stale, message=title, description=description)
+        except HubUnavailable as lost:
+            commit = _after_lost_answer(repository, head, records[-1], same, lost)
         _verify(repository, commit, records, stale, same)
     progress.say(f"{repo}: {len(missing)} of {len(records)} files sent, everything found right at {commit[:12]}")
     return Receipt(
@@ -217,9 +222,7 @@ def _published(repository: Repository, head: Head, root: Sequence[str]) -> Manif
         return None
 
 
-def _difference(
-    record: FileRecord, remote: RemoteFile | None, same: Callable[[FileRecord, RemoteFile], bool]
-) -> str | None:
+def _difference(record: FileRecord, remote: RemoteFile | None, same: Same) -> str | None:
     """Say how a file on the Hub differs from its record; ``same`` decides where the Hub keeps no sha256."""
     if remote is None:
         return f"{record.path}: not there"
@@ -232,7 +235,7 @@ def _difference(
     return None
 
 
-def _same_blob(store: Sink) -> Callable[[FileRecord, RemoteFile], bool]:
+def _same_blob(store: Sink) -> Same:
     """Compare a regular file by git's name for its content, computed from the store."""
 
     def same(record: FileRecord, remote: RemoteFile) -> bool:
@@ -296,26 +299,16 @@ def _message(manifest: Manifest) -> str:
     return f"Publish {tensors} tensors, {len(manifest.records)} files (hfdcp)"
 
 
-def _commit(repository: Repository, head: Head, manifest: FileRecord, *, delete: Sequence[str], message: str) -> str:
-    """Make the commit; where its answer is lost, look whether it was made."""
-    description = f"{manifest.path} has sha256 {manifest.sha256}"
-    try:
-        return repository.commit(head.commit, delete=delete, message=message, description=description)
-    except HubUnavailable as lost:
-        now = repository.look()
-        if now is None or now.commit == head.commit:
-            raise
-        there = repository.files([manifest.path], now.commit).get(manifest.path)
-        content = _published_digest(repository, now, there)
-        if content != manifest.sha256:
-            raise lost.within("the answer was lost, and now another commit is there") from lost
-        return now.commit
-
-
-def _published_digest(repository: Repository, head: Head, there: RemoteFile | None) -> str | None:
-    if there is None or there.sha256:
-        return there.sha256 if there else None
-    return hashlib.sha256(repository.read(MANIFEST_PATH, head.commit)).hexdigest()
+def _after_lost_answer(
+    repository: Repository, head: Head, manifest: FileRecord, same: Same, lost: HubUnavailable
+) -> str:
+    """Look whether the commit was made although its answer was lost; return it, or raise."""
+    now = repository.look()
+    if now is None or now.commit == head.commit:
+        raise lost
+    if _difference(manifest, repository.files([manifest.path], now.commit).get(manifest.path), same):
+        raise lost.within("the answer was lost, and another commit is there") from lost
+    return now.commit
 
 
 def _verify(
@@ -323,7 +316,7 @@ def _verify(
     commit: str,
     records: Sequence[FileRecord],
     stale: Sequence[str],
-    same: Callable[[FileRecord, RemoteFile], bool],
+    same: Same,
 ) -> None:
     """Hold the commit against our records."""
     there: Mapping[str, RemoteFile] = repository.files([*(record.path for record in records), *stale], commit)

@@ -183,7 +183,7 @@ class Repository:
         with self._calling(f"cannot read {path}"):
             operation = CommitOperationAdd(record.path, path.absolute())
         if hashed:
-            # By LFS the client would read the file once more only to hash it, and the Hub checks the digest.
+            # By LFS the client would read the file once more, only to hash it; it is up to the storage to check.
             # By Xet nobody checks a digest that is stated: hf_xet has to compute it from the bytes that it sends.
             operation.upload_info.sha256 = bytes.fromhex(record.sha256)
         return operation
