@@ -101,6 +101,7 @@ def reshard(job: Job, *, progress: Progress = SILENT) -> Planned:
     run = Run(open_store(job.sink))
     summary, plan = _plan(run.catalog(), job)
     run.occupy(summary, overwrite=job.overwrite)
+    run.sink.sweep()
     run.save_plan(summary, plan)
     planned = _planned(run, summary, plan, job)
     _refuse_full_sink(run, planned)

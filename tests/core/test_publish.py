@@ -225,6 +225,14 @@ def test_a_stopped_run_goes_on_where_it_was(job: Job) -> None:
     assert_right(job)
 
 
+def test_what_a_killed_run_left_half_written_is_removed_before_room_is_looked_for(job: Job) -> None:
+    sink = Path(job.sink)
+    sink.mkdir()
+    (sink / ".model-00001-of-00003.safetensors.hfdcp-tmp-0123abcd").write_bytes(b"half of it")
+    publish.make(job)
+    assert not list(sink.glob(".model*"))
+
+
 def test_records_and_plans_that_cannot_be_read_are_made_again(job: Job) -> None:
     publish.make(job)
     state = Path(job.sink) / ".hfdcp"
