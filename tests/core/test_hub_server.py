@@ -116,6 +116,17 @@ class TestRepositories:
         api.update_repo_settings(REPO, gated=False)
         assert api.repo_info(REPO).gated is False
 
+    def test_the_right_to_write_can_be_asked_for(self, hub: Hub, api: HfApi) -> None:
+        api.auth_check(REPO, write=True)
+        with pytest.raises(RepositoryNotFoundError):
+            HfApi(endpoint=hub.url, token=False).auth_check(REPO)
+
+    def test_a_description_can_hold_every_file(self, api: HfApi) -> None:
+        commit(api, add("w.safetensors", b"w"), add("a.txt", b"a"))
+        siblings = {item.rfilename: item for item in api.repo_info(REPO, files_metadata=True).siblings}
+        assert siblings["w.safetensors"].lfs.sha256 == sha256(b"w")
+        assert (siblings["a.txt"].size, siblings["a.txt"].lfs) == (1, None)
+
     def test_a_deleted_repository_is_gone(self, api: HfApi) -> None:
         api.delete_repo(REPO)
         assert not api.repo_exists(REPO)
@@ -140,6 +151,7 @@ class TestRepositories:
         assert pull.pr_revision == "refs/pr/1"
         assert not api.file_exists(REPO, "p.txt")
         assert api.get_discussion_details(REPO, 1).status == "open"
+        assert [item.title for item in api.get_repo_discussions(REPO)] == ["propose"]
         assert len(api.list_repo_refs(REPO, include_pull_requests=True).pull_requests) == 1
         api.merge_pull_request(REPO, 1)
         assert api.file_exists(REPO, "p.txt")
@@ -363,6 +375,77 @@ class TestRefusals:
         assert answer.status_code == 400
         assert wrong in answer.json()["error"]
 
+    @pytest.mark.parametrize(
+        ("method", "path", "body", "status", "wrong"),
+        [
+            ("POST", "/api/repos/create", {"name": "x", "type": "dataset"}, 400, "models only"),
+            ("POST", "/api/repos/create", {"name": 1}, 400, '"name" must be a string'),
+            ("DELETE", f"/api/models/{REPO}/branch/nope", {}, 404, "does not exist"),
+            ("POST", f"/api/models/{REPO}/preupload/main", {"files": [{}] * 257}, 400, "too many files"),
+            ("POST", f"/api/models/{REPO}/preupload/main", {"files": 1}, 400, '"files" must be a list'),
+            (
+                "POST",
+                f"/api/models/{REPO}/preupload/main",
+                {"files": [{"path": "a", "size": "1"}]},
+                400,
+                '"size" must be an integer',
+            ),
+            ("POST", f"/api/models/{REPO}/paths-info/main", {"paths": ["a"] * 1001}, 413, "too many"),
+            ("GET", f"/api/models/{REPO}/discussions/1", {}, 404, "Discussion not found"),
+            ("POST", f"/{REPO}.git/info/lfs/objects/batch", {"operation": "download"}, 422, "unsupported"),
+            ("POST", f"/{REPO}.git/info/lfs/verify", {"oid": "x", "size": 1}, 404, "not found"),
+            ("PUT", "/_lfs/part/nope/1", {}, 404, "NoSuchUpload"),
+            ("GET", f"/v1/xorbs/default/{'0' * 64}", {}, 404, "no such xorb"),
+            ("GET", f"/v2/reconstructions/{'0' * 64}", {}, 404, "no such file"),
+            ("GET", f"/_cdn/{'0' * 64}", {}, 404, "NoSuchKey"),
+        ],
+    )
+    @pytest.mark.usefixtures("api")
+    def test_a_request_that_makes_no_sense_is_refused(
+        self, hub: Hub, method: str, path: str, body: object, status: int, wrong: str
+    ) -> None:
+        answer = httpx2.request(method, hub.url + path, json=body, headers={"authorization": f"Bearer {hub.token}"})
+        assert (answer.status_code, wrong in answer.json()["error"]) == (status, True)
+
+    def test_an_invalid_object_id_is_an_error_of_that_object_only(self, hub: Hub, api: HfApi) -> None:
+        objects = [{"oid": "x", "size": 1}, {"oid": "0" * 64, "size": 1}]
+        answer = httpx2.post(
+            f"{hub.url}/{REPO}.git/info/lfs/objects/batch",
+            json={"operation": "upload", "objects": objects},
+            headers=api._build_hf_headers(),
+        )
+        assert [sorted(item) for item in answer.json()["objects"]] == [
+            ["error", "oid", "size"],
+            ["actions", "authenticated", "oid", "size"],
+        ]
+
+    @pytest.mark.usefixtures("api")
+    @pytest.mark.parametrize(
+        ("line", "wrong"),
+        [
+            ({"key": "file", "value": {"path": "a", "content": "x", "encoding": "base64"}}, "invalid base64"),
+            ({"key": "file", "value": {"path": "a", "content": "x" * (11 << 20)}}, "larger than 10 MiB"),
+            ({"key": "deletedFolder", "value": {"path": "a/"}}, "doesn't exist"),
+        ],
+        ids=["base64", "too large", "no folder"],
+    )
+    def test_a_change_that_cannot_be_leaves_nothing(self, hub: Hub, line: object, wrong: str) -> None:
+        header = {"key": "header", "value": {"summary": "s"}}
+        whole = {"key": "file", "value": {"path": "b", "content": "b"}}
+        answer = httpx2.post(
+            f"{hub.url}/api/models/{REPO}/commit/main",
+            content="\n".join(json.dumps(item) for item in (header, whole, line)).encode(),
+            headers={"authorization": f"Bearer {hub.token}"},
+        )
+        assert wrong in answer.json()["error"]
+        assert set(hub.files(REPO)) == {".gitattributes"}
+
+    def test_a_mistake_of_the_hub_itself_is_an_answer(self, hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
+        (hub.root / "tmp").rmdir()
+        answer = httpx2.put(f"{hub.url}/_lfs/put/{REPO}/{'0' * 64}/1", content=b"a")
+        assert (answer.status_code, "the test Hub itself failed" in answer.json()["error"]) == (500, True)
+        assert "FileNotFoundError" in capfd.readouterr().err
+
     def test_an_address_that_is_not_known_says_so(self, hub: Hub) -> None:
         assert httpx2.get(f"{hub.url}/nope").json() == {"error": "no such route: GET /nope"}
 
@@ -412,6 +495,18 @@ class TestFaults:
         with pytest.raises(RuntimeError, match="uploading"):
             commit(api, add("w.safetensors", noise(1000)))
         assert set(hub.files(REPO)) == {".gitattributes"}
+
+    def test_a_body_may_come_in_chunks(self, hub: Hub, api: HfApi) -> None:
+        lines = (
+            json.dumps(line).encode() + b"\n"
+            for line in (
+                {"key": "header", "value": {"summary": "s"}},
+                {"key": "file", "value": {"path": "a.txt", "content": "a"}},
+            )
+        )
+        headers = {"authorization": f"Bearer {hub.token}"}
+        assert httpx2.post(f"{hub.url}/api/models/{REPO}/commit/main", content=lines, headers=headers).is_success
+        assert api.file_exists(REPO, "a.txt")
 
     def test_a_delay_ends_with_the_hub(self, tmp_path: Path) -> None:
         with Hub(tmp_path) as hub:

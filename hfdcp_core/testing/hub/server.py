@@ -30,7 +30,9 @@ class Hub:
     def __init__(self, root: str | os.PathLike[str], port: int = 0, *, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
         """How it behaves."""
-        self._state = State(Path(root), self.settings)
+        self.root = Path(root)
+        """Where it keeps what it holds."""
+        self._state = State(self.root, self.settings)
         self._journal = Journal()
         self._server = Server(port, Router(self._state), self._journal)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
