@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
 from types import FrameType
 from typing import Any, TypeVar
@@ -52,6 +52,9 @@ PAGE = 200
 PARAMETER_BYTES = 500_000
 """A little less than what Prefect's API takes as parameters (512 KiB)."""
 
+_UNREACHABLE = (httpx.HTTPError, OSError, RuntimeError, ValueError)
+"""What Prefect raises when there is no API, the embedded server's start fails, or none is allowed."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -66,15 +69,16 @@ def run(flow: Flow[..., R], parameters: Mapping[str, Any], *, shared: Session, d
     _refuse_large(flow.serialize_parameters(dict(parameters)))
     if not debug:
         _quiet()
-    with _interrupts(shared), _settings(debug=debug):
-        client = _connect(shared)
-        try:
-            with session(shared), _api_errors():
-                result: R = flow(**parameters)
-                return result
-        finally:
-            if _is_embedded():
-                drain(client, shared.task_runs)
+    with (
+        _interrupts(shared),
+        _settings(debug=debug),
+        _connected(shared) as client,
+        _drained(client, shared),
+        session(shared),
+        _api_errors(),
+    ):
+        result: R = flow(**parameters)
+        return result
 
 
 def _refuse_large(parameters: Mapping[str, Any]) -> None:
@@ -131,7 +135,7 @@ def _interrupts(shared: Session) -> Iterator[None]:
         shared.cancellation.cancel()
         raise Cancelled("stopped on request; run the same command again to go on from here") from stop
     finally:
-        if in_main:
+        if former is not None:
             signal.signal(signal.SIGTERM, former)
 
 
@@ -139,53 +143,49 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _connect(shared: Session) -> SyncPrefectClient:
-    """Return a client of the API, which answers.
+@contextmanager
+def _connected(shared: Session) -> Iterator[SyncPrefectClient]:
+    """Give a client of the API, which has answered."""
+    if _is_embedded():
+        _start_server(shared)
+    with ExitStack() as stack:
+        try:
+            client = stack.enter_context(get_client(sync_client=True))
+            client.raise_for_api_version_mismatch()
+        except _UNREACHABLE as error:
+            cause = error.__cause__ or error
+            raise StorageError(
+                f"no answer from the Prefect API at {PREFECT_API_URL.value() or 'its embedded server'}: "
+                f"{type(cause).__name__}: {cause}; start it, or unset PREFECT_API_URL (or leave that Prefect profile) "
+                "for the embedded server, or use --direct, which runs without Prefect"
+            ) from error
+        yield client
 
-    The embedded server is started by a thread that blocks SIGINT, which the server inherits: Ctrl-C reaches every
-    process of the terminal, and the server must live on to store how the run ended.
+
+def _start_server(shared: Session) -> None:
+    """Start the embedded server, in a thread that blocks SIGINT, which the server inherits.
+
+    Ctrl-C reaches every process of the terminal, and the server must live on to store how the run ended.
     """
-    if not _is_embedded():
-        return _client()
-    answers: queue.SimpleQueue[SyncPrefectClient | StorageError] = queue.SimpleQueue()
-    context = copy_context()
-    threading.Thread(target=context.run, args=(_start, answers), daemon=True).start()
+    ends: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+    threading.Thread(target=copy_context().run, args=(_start, ends), daemon=True).start()
     while True:
         shared.cancellation.check()
         with suppress(queue.Empty):
-            answer = answers.get(timeout=POLL_S)
+            error = ends.get(timeout=POLL_S)
             break
-    if isinstance(answer, StorageError):
-        raise answer
-    return answer
+    if error:
+        raise StorageError(f"Prefect's embedded server does not start: {error}; --direct runs without it") from error
 
 
-def _start(answers: queue.SimpleQueue[SyncPrefectClient | StorageError]) -> None:
+def _start(ends: queue.SimpleQueue[Exception | None]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        answers.put(_client())
-    except StorageError as error:
-        answers.put(error)
-
-
-def _client() -> SyncPrefectClient:
-    """Return a client whose API has answered."""
-    try:
-        client = get_client(sync_client=True)
-        error = client.api_healthcheck()
-    except (RuntimeError, OSError, httpx.HTTPError, ValueError) as failure:  # RuntimeError: the embedded server's start
-        error = failure
-    if error is None:
-        return client
-    if _is_embedded():
-        raise StorageError(
-            f"Prefect's embedded server does not start: {error}; --direct runs without Prefect"
-        ) from error
-    raise StorageError(
-        f"no answer from the Prefect API at {PREFECT_API_URL.value()} (from PREFECT_API_URL or the Prefect profile): "
-        f"{type(error).__name__}: {error}; start it, or unset the address to use Prefect's embedded server, "
-        "or use --direct, which runs without Prefect"
-    ) from error
+        get_client(sync_client=True)
+    except _UNREACHABLE as error:
+        ends.put(error)
+    else:
+        ends.put(None)
 
 
 @contextmanager
@@ -200,24 +200,36 @@ def _api_errors() -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def _drained(client: SyncPrefectClient, shared: Session) -> Iterator[None]:
+    """However the run ends, let the embedded server store it."""
+    try:
+        yield
+    finally:
+        if _is_embedded():
+            drain(client, shared.task_runs)
+
+
 def drain(client: SyncPrefectClient, task_runs: set[UUID]) -> None:
     """Wait until the server has stored the end of every task run; give up, and say so, when nothing more arrives."""
-    waiting = sorted(task_runs)
+    waiting = set(task_runs)
     patience = time.monotonic() + SILENCE_S
-    while waiting and time.monotonic() < patience:
-        ended = _ended(client, waiting[:PAGE])
-        if ended:
-            waiting = [run for run in waiting if run not in ended]
-            patience = time.monotonic() + SILENCE_S
-        else:
-            time.sleep(POLL_S)
+    with suppress(httpx.HTTPError):  # a server that is gone stores nothing more
+        while waiting and time.monotonic() < patience:
+            if ended := _ended(client, sorted(waiting)):
+                waiting -= ended
+                patience = time.monotonic() + SILENCE_S
+            else:
+                time.sleep(POLL_S)
     if waiting:
-        _log.warning(
-            "Prefect's embedded server has lost sight of %d task runs; the output is not concerned", len(waiting)
-        )
+        _log.warning("Prefect's server does not show how %d task runs ended; the output is not concerned", len(waiting))
 
 
 def _ended(client: SyncPrefectClient, task_runs: list[UUID]) -> set[UUID]:
     """Return those task runs whose end is stored."""
-    found = client.read_task_runs(task_run_filter=TaskRunFilter(id=TaskRunFilterId(any_=task_runs)), limit=PAGE)
-    return {run.id for run in found if run.state and run.state.is_final()}
+    ended: set[UUID] = set()
+    for start in range(0, len(task_runs), PAGE):
+        page = TaskRunFilter(id=TaskRunFilterId(any_=task_runs[start : start + PAGE]))
+        found = client.read_task_runs(task_run_filter=page, limit=PAGE)
+        ended.update(run.id for run in found if run.state and run.state.is_final())
+    return ended

@@ -13,7 +13,7 @@ from typing import Any
 
 from prefect import Task, flow, unmapped
 from prefect.context import FlowRunContext
-from prefect.futures import PrefectFuture, as_completed
+from prefect.futures import PrefectFuture, wait
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from prefect.utilities.annotations import quote
 from pydantic import BaseModel, Field
@@ -65,11 +65,13 @@ class Layout(BaseModel):
 class Repository(BaseModel):
     """Where on the Hub the output goes. The token is found as huggingface_hub finds it where the flow runs."""
 
-    revision: str = Field(default="main", title="Branch")
+    revision: str = Field(
+        default="main", title="Branch", description="It must exist, but for main in a new repository."
+    )
     endpoint: str = Field(
         default="", title="Endpoint", description="Address of the Hub; none: huggingface_hub's own default."
     )
-    message: str = Field(default="", title="Commit message")
+    message: str = Field(default="", title="Commit message", description="None: one that counts tensors and files.")
     allow_public: bool = Field(
         default=False, title="Allow public", description="Push to a repository that everyone can read."
     )
@@ -179,7 +181,7 @@ def consolidate_each(job: Job, planned: Planned) -> None:
         each: Task[..., Any] = consolidate
         mapped = {"job": quote(unmapped(job)), "index": range(len(paths)), "path": paths}
         futures = runner.map(each, mapped)
-        _wait(futures, shared)
+        wait(futures)
         _raise_failures(futures)
 
 
@@ -205,14 +207,6 @@ def _stopping_threads(shared: Session) -> Iterator[None]:
     except BaseException:
         shared.cancellation.cancel()
         raise
-
-
-def _wait(futures: Sequence[PrefectFuture[Any]], shared: Session) -> None:
-    """Wait until all have ended; once one failed no other one begins its work."""
-    for future in as_completed(list(futures)):
-        future.wait()
-        if future.state.is_failed() or future.state.is_crashed():
-            shared.closed.set()
 
 
 def _raise_failures(futures: Sequence[PrefectFuture[Any]]) -> None:

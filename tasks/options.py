@@ -52,7 +52,7 @@ class Session:
     pauses_s: tuple[float, ...] = PAUSES_S
     """Pauses between attempts, at most as many as `PAUSES_S`."""
     closed: threading.Event = field(default_factory=threading.Event)
-    """Set as soon as one file failed: those under way go on to their end, no other one is begun."""
+    """Set when one file has failed: those under way go on to their end, no other one is begun."""
     task_runs: set[UUID] = field(default_factory=set)
     """Every task run that began."""
 
@@ -116,6 +116,11 @@ def _sleep(seconds: float, cancellation: Cancellation) -> bool:
     return True
 
 
+def _close(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> None:  # noqa: ARG001 - Prefect's names
+    """Let no other file be begun once one has failed for good; its thread says so before it takes the next."""
+    (_CURRENT.get() or Session()).closed.set()
+
+
 def step(name: str, *, run_name: str | None = None) -> Callable[[Callable[P, R]], Task[P, R]]:
     """Make a function the task of one step; ``run_name`` may name its parameters in braces."""
     return task(
@@ -124,6 +129,7 @@ def step(name: str, *, run_name: str | None = None) -> Callable[[Callable[P, R]]
         retries=len(PAUSES_S),
         retry_delay_seconds=0,
         retry_condition_fn=again,
+        on_failure=[_close],
         cache_policy=NO_CACHE,
         persist_result=False,
     )

@@ -19,6 +19,7 @@ from prefect.testing.utilities import prefect_test_harness
 from hfdcp_core.errors import HfdcpError
 from hfdcp_core.publish import Job
 from hfdcp_core.testing.checkpoints import Truth, write_model
+from hfdcp_core.testing.faulty import Faults, faulty_store
 from hfdcp_core.testing.hub import Hub
 from hfdcp_flows.embedded import drain
 from hfdcp_flows.publish import parameters_of, publish
@@ -48,6 +49,21 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with Hub(tmp_path / "hub") as hub:
         monkeypatch.setenv("HF_TOKEN", hub.token)
         yield hub
+
+
+@pytest.fixture
+def sink() -> Iterator[Faults]:
+    """A storage in memory that fails as it is told."""
+    with faulty_store("memory://hfdcp-flows") as faults:
+        yield faults
+        faults.target.store.clear()
+
+
+@pytest.fixture
+def source(model: Truth) -> Iterator[Faults]:
+    """The model in a storage that fails as it is told."""
+    with faulty_store(f"file://{model.folder}") as faults:
+        yield faults
 
 
 def spread(truth: Truth, files: int) -> Mapping[str, int]:
