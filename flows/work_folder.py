@@ -31,8 +31,9 @@ def work_folder(job: Job, plan_digest: str, progress: Progress) -> Iterator[str]
     except BaseException:
         progress.say(f"what is done is kept in {work}; the same command goes on from there")
         raise
-    # What earlier states of the same source left is superseded by what was published now.
-    shutil.rmtree(folder)
+    # What earlier states of the same source left is superseded by what was published now. A cache that cannot be
+    # emptied, or that another run of the same just did empty, is no fault.
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def folder_of(job: Job) -> Path:

@@ -1,0 +1,96 @@
+"""What a command line asks of the core, as values."""
+
+import pytest
+
+from hfdcp_core.errors import UsageError
+from hfdcp_core.job import Job
+from hfdcp_flows.arguments import parse
+from hfdcp_flows.commands import heeds_a_wish, job_of, protocol_of, storage_options
+
+
+def options_of(*argv: str) -> dict[str, object]:
+    args = parse(["consolidate", *argv])
+    return dict(storage_options(args, Job(source=args.source, sink=args.sink)))
+
+
+def test_every_option_of_a_job_reaches_it() -> None:
+    given = "publish a me/b --sink c --include x --exclude y --recipe none --world-size 4 --accept-unproved"
+    given += " --max-file-size 1GB --memory 1GiB --workers 3 --overwrite --revision dev --message hello --allow-public"
+    assert job_of(parse(given.split())) == Job(
+        source="a",
+        sink="c",
+        repo="me/b",
+        revision="dev",
+        include=("x",),
+        exclude=("y",),
+        recipe="none",
+        max_file_size=10**9,
+        memory_bytes=1 << 30,
+        workers=3,
+        overwrite=True,
+        world_size=4,
+        accept_unproved=True,
+        allow_public=True,
+        message="hello",
+    )
+
+
+@pytest.mark.parametrize("command", ["consolidate a b", "publish a me/b --sink b", "inspect a", "plan a b"])
+def test_options_that_are_not_given_are_those_of_a_job(command: str) -> None:
+    job = job_of(parse(command.split()))
+    assert job == Job(source="a", sink=job.sink, repo=job.repo)
+
+
+def test_too_little_memory_is_refused_before_anything_is_read() -> None:
+    with pytest.raises(UsageError, match="too little"):
+        job_of(parse(["plan", "does-not-exist", "--memory", "1MiB"]))
+
+
+ANON = '{"token": "anon"}'
+
+
+def test_storage_options_hold_for_both_ends() -> None:
+    assert options_of("gs://a", "s3://b", "--storage-options", ANON) == {
+        "gs": {"token": "anon"},
+        "s3": {"token": "anon"},
+    }
+
+
+def test_an_end_of_its_own_has_options_of_its_own_over_the_common_ones() -> None:
+    given = ["--storage-options", '{"a": 1, "b": 1}', "--sink-options", '{"b": 2}']
+    assert options_of("gs://a", "s3://b", *given) == {"gs": {"a": 1, "b": 1}, "s3": {"a": 1, "b": 2}}
+
+
+def test_a_local_end_needs_none() -> None:
+    assert options_of("gs://a", "out", "--storage-options", ANON) == {"gs": {"token": "anon"}}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["a", "b", "--storage-options", ANON], "nothing lies in a remote storage"),
+        (["a", "gs://b", "--source-options", ANON], "the source 'a' is not a URL of a remote storage"),
+        (["gs://a", "file:///b", "--sink-options", ANON], "the sink 'file:///b' is not"),
+        (["gs://a", "gs://b", "--source-options", ANON, "--sink-options", '{"token": "x"}'], "both gs://"),
+    ],
+)
+def test_options_that_cannot_be_heeded_are_refused_without_repeating_them(argv: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        options_of(*argv)
+    assert "anon" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "protocol"),
+    [("a/b", ""), ("/a", ""), ("file:///a", ""), ("s3://a/b", "s3"), ("simplecache::gs://a", "gs"), ("c:/a", "")],
+)
+def test_the_protocol_of_a_url(url: str, protocol: str) -> None:
+    assert protocol_of(url) == protocol
+
+
+@pytest.mark.parametrize(
+    ("command", "heeds"),
+    [("consolidate a b", True), ("publish a b --direct", True), ("publish a b", False), ("push a b", False)],
+)
+def test_a_wish_to_stop_is_heeded_by_what_moves_bytes_itself(command: str, heeds: bool) -> None:
+    assert heeds_a_wish(parse(command.split())) is heeds
