@@ -30,9 +30,8 @@ class Box:
         """Refuse what is not a box."""
         if len(self.offset) != len(self.shape):
             raise ValueError(f"a box has as many offsets as extents, not {self.offset} and {self.shape}")
-        for number in (*self.offset, *self.shape):
-            if number < 0:
-                raise ValueError(f"a box has no negative numbers: {self.offset}, {self.shape}")
+        if self.offset and (min(self.offset) < 0 or min(self.shape) < 0):
+            raise ValueError(f"a box has no negative numbers: {self.offset}, {self.shape}")
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Self:

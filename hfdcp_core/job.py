@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hfdcp_core import wire
 from hfdcp_core.catalog import Skipped
-from hfdcp_core.errors import UsageError
+from hfdcp_core.errors import UsageError, ValidationError
 from hfdcp_core.plan import BUFFERS, SCRATCH
 
 MEMORY_AT_START = 96 << 20
@@ -70,13 +70,22 @@ class Job:
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Read it from what `to_json` wrote."""
-        return wire.decode_as(cls, json.loads(text))
+        """Read it from what `to_json` wrote.
+
+        Raises:
+            ValidationError: It is something else.
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValidationError(f"not a job: {error}") from error
+        return wire.decode_as(cls, data)
 
     @property
     def files_at_once(self) -> int:
         """How many files are made at the same time."""
-        return self.workers or len(os.sched_getaffinity(0))
+        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS
+        return self.workers or usable or 1
 
     @property
     def window_bytes(self) -> int:

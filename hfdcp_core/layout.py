@@ -7,13 +7,14 @@ first, then by name, so that every one is aligned without a hole.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import Catalog, Shard, Span
 from hfdcp_core.dtypes import dtype_named
-from hfdcp_core.errors import PlanError
+from hfdcp_core.errors import SHOWN_PROBLEMS, PlanError
 from hfdcp_core.recipe import Definition
 from hfdcp_core.safetensors_file import file_names, write_header, write_index
 
@@ -71,10 +72,10 @@ def lay_out(
 
 def _by_size(definitions: tuple[Definition, ...], max_file_size: int) -> list[list[Definition]]:
     groups: list[list[Definition]] = []
-    room = -1
+    room = -1  # no file is begun
     for definition in definitions:
         nbytes = definition.spec.nbytes
-        if nbytes > room or not groups:
+        if nbytes > room:
             groups.append([])
             room = max_file_size
         groups[-1].append(definition)
@@ -90,9 +91,9 @@ def _by_index(definitions: tuple[Definition, ...], file_index: Mapping[str, int]
         f"{name}: in the given index, but no such tensor is wanted" for name in sorted(file_index.keys() - names)
     ]
     problems += [f"{name}: file {number}, but files count from 1" for name, number in file_index.items() if number < 1]
-    problems += [
-        f"no tensor is given to file {n}" for n in sorted({*range(1, count + 1)} - {*file_index.values()})[:20]
-    ]
+    used = {*file_index.values()}
+    idle = (number for number in range(1, count + 1) if number not in used)  # may be very many
+    problems += [f"no tensor is given to file {number}" for number in itertools.islice(idle, SHOWN_PROBLEMS)]
     PlanError.raise_for("the given file index does not fit the tensors", problems)
     groups: list[list[Definition]] = [[] for _ in range(count)]
     for definition in definitions:

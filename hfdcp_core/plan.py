@@ -5,8 +5,9 @@ A plan exists only if every wanted element comes from exactly one place. The pro
 1. shards that hold no element are dropped; shards of one and the same box are replicas, and one of them is taken;
 2. if the remaining boxes are exactly the cells of a grid of cuts, they tile the tensor (linear in their number, and
    what every mesh of devices writes);
-3. otherwise they tile it if no two of them meet and their volumes add up; where they do not, the boxes that are
-   missing are found by taking every shard away from the whole.
+3. otherwise the tensor is cut wherever a cut goes through no box, again and again. A piece that is one box is whole;
+   a piece without any is missing; only boxes that no cut can part (they meet, or stand like a pinwheel) are compared
+   with each other.
 
 Everything that is wrong is reported at once, and no byte has moved. A plan is plain data. Its digest stands for the
 stamps of the source files and for everything that was asked, so equal digests mean equal output.
@@ -14,6 +15,7 @@ stamps of the source files and for everything that was asked, so equal digests m
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -105,6 +107,7 @@ class Plan:
     """Bytes of all tensors."""
 
 
+@functools.lru_cache(maxsize=4096)
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides, in elements, of a dense row-major array.
 
@@ -169,24 +172,22 @@ def tile(spec: TensorSpec, shards: Sequence[Shard]) -> tuple[list[Shard], list[s
     Returns:
         The shards, and the problems; one of the two is empty (both, where the tensor has no element).
     """
-    cells: dict[Box, Shard] = {}
-    for shard in sorted(shards, key=lambda shard: (shard.box.offset, shard.span.path, shard.span.start)):
-        if shard.box.volume:
-            cells.setdefault(shard.box, shard)
+    if 0 in spec.shape:
+        return [], []
+    held = [shard for shard in shards if 0 not in shard.box.shape]
+    held.sort(key=lambda shard: (shard.box.offset, shard.span.path, shard.span.start))
+    cells: dict[tuple[tuple[int, ...], tuple[int, ...]], Shard] = {}
+    for shard in held:
+        cells.setdefault((shard.box.offset, shard.box.shape), shard)
     chosen = list(cells.values())
-    volume = Box.whole(spec.shape).volume
-    if volume == 0 or _is_grid(spec.shape, cells):
-        return (chosen if volume else []), []
-    problems = [_overlap(a, b) for a, b in itertools.islice(_meeting(chosen), SHOWN_HOLES)]
-    if not problems and sum(box.volume for box in cells) == volume:
+    if _is_grid(spec.shape, [shard.box for shard in chosen]):
         return chosen, []
-    problems += _holes(spec, cells)
-    return [], problems
+    problems = _faults(spec, chosen)
+    return ([] if problems else chosen), problems
 
 
-def _is_grid(shape: tuple[int, ...], cells: Iterable[Box]) -> bool:
+def _is_grid(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """Whether the (different) boxes are exactly the cells between the cuts at their own offsets."""
-    boxes = list(cells)
     count = 1
     for axis, extent in enumerate(shape):
         starts = sorted({box.offset[axis] for box in boxes})
@@ -199,36 +200,76 @@ def _is_grid(shape: tuple[int, ...], cells: Iterable[Box]) -> bool:
     return len(boxes) == count
 
 
+def _faults(spec: TensorSpec, shards: list[Shard]) -> list[str]:
+    """Say which shards meet, and which boxes none of them holds."""
+    pieces = list(_odd_pieces(Box.whole(spec.shape), shards))
+    meeting = itertools.chain.from_iterable(_meeting(inside) for _, inside in pieces)
+    overlaps = [_overlap(a, b) for a, b in itertools.islice(meeting, SHOWN_HOLES)]
+    holes = [hole for piece, inside in pieces for hole in _left(piece, inside)]
+    shown = [f"no shard holds {hole} of {spec}" for hole in holes[:SHOWN_HOLES]]
+    more = [f"… and {len(holes) - SHOWN_HOLES} more holes"] if len(holes) > SHOWN_HOLES else []
+    return [*overlaps, *shown, *more]
+
+
+def _odd_pieces(region: Box, shards: list[Shard]) -> Iterator[tuple[Box, list[Shard]]]:
+    """Cut a region wherever no shard is cut through, and yield the pieces that are not exactly one shard."""
+    todo = [(region, shards)]
+    while todo:
+        piece, inside = todo.pop()
+        axes = range(len(piece.shape))
+        parts = next((cut for axis in axes if len(cut := list(_slabs(piece, inside, axis))) > 1), [])
+        todo += reversed(parts)
+        if not parts and len(inside) != 1:
+            yield piece, inside
+
+
+def _slabs(piece: Box, shards: list[Shard], axis: int) -> Iterator[tuple[Box, list[Shard]]]:
+    """Yield the slabs between the cuts across one axis that go through no shard, and what lies in each."""
+    first = reached = piece.offset[axis]
+    inside: list[Shard] = []
+    for shard in sorted(shards, key=lambda shard: shard.box.offset[axis]):
+        start = shard.box.offset[axis]
+        if start >= reached:
+            yield from _slab(piece, axis, (first, reached), inside)
+            yield from _slab(piece, axis, (reached, start), [])
+            first, inside = start, []
+        inside.append(shard)
+        reached = max(reached, start + shard.box.shape[axis])
+    yield from _slab(piece, axis, (first, reached), inside)
+    yield from _slab(piece, axis, (reached, piece.stop[axis]), [])
+
+
+def _slab(piece: Box, axis: int, ends: tuple[int, int], inside: list[Shard]) -> Iterator[tuple[Box, list[Shard]]]:
+    start, stop = ends
+    if start < stop:
+        offset = (*piece.offset[:axis], start, *piece.offset[axis + 1 :])
+        yield Box(offset, (*piece.shape[:axis], stop - start, *piece.shape[axis + 1 :])), inside
+
+
 def _meeting(shards: list[Shard]) -> Iterator[tuple[Shard, Shard]]:
-    """Yield the pairs that share elements, sweeping along the first dimension."""
-    active: list[Shard] = []
-    for shard in shards:
-        active = [other for other in active if not other.box.offset or other.box.stop[0] > shard.box.offset[0]]
-        yield from ((other, shard) for other in active if other.box.intersect(shard.box))
-        active.append(shard)
+    return ((a, b) for a, b in itertools.combinations(shards, 2) if a.box.intersect(b.box))
 
 
 def _overlap(a: Shard, b: Shard) -> str:
     return f"boxes {a.box} in {a.span} and {b.box} in {b.span} overlap and are not the same"
 
 
-def _holes(spec: TensorSpec, cells: Iterable[Box]) -> list[str]:
-    left = [Box.whole(spec.shape)]
-    for box in cells:
-        left = [part for hole in left for part in hole.minus(box)]
-    shown = [f"no shard holds {hole} of {spec}" for hole in left[:SHOWN_HOLES]]
-    return [*shown, f"… and {len(left) - SHOWN_HOLES} more holes"] if len(left) > SHOWN_HOLES else shown
+def _left(piece: Box, shards: Iterable[Shard]) -> list[Box]:
+    """Return disjoint boxes of a piece that no shard holds."""
+    left = [piece]
+    for shard in shards:
+        left = [part for hole in left for part in hole.minus(shard.box)]
+    return left
 
 
 def _file_plan(
     file: TargetFile, chosen: dict[str, list[Shard]], stamps: dict[str, FileStamp], window_bytes: int
 ) -> FilePlan:
-    shards = [shard for definition in file.tensors for shard in chosen[definition.fqn]]
-    numbers = itertools.count()
+    owned = [(n, shard) for n, definition in enumerate(file.tensors) for shard in chosen[definition.fqn]]
+    shards = [shard for _, shard in owned]
     copies = tuple(
-        Copy(position, shard.box, Read(next(numbers), 0, row_major(shard.box.shape)))
-        for position, definition in enumerate(file.tensors)
-        for shard in chosen[definition.fqn]
+        Copy(position, shard.box, Read(number, 0, row_major(shard.box.shape)))
+        for number, (position, shard) in enumerate(owned)
     )
     return FilePlan(
         path=file.path,

@@ -34,8 +34,10 @@ NON_WEIGHTS: Mapping[str, str] = {
     **dict.fromkeys(("train_state", "trainer", "trainer_state", "loops", "callbacks"), "training progress"),
 }
 """Keys that mark what is not a weight, and what to call it."""
+MAYBE_LAYERS = frozenset({"scaler", "scheduler", "schedulers", "trainer", "loops", "callbacks"})
+"""Those that a model may call a layer of its own, so that inside a model, or in a flat name, they mark nothing."""
 EXTRA_STATE = "_extra_state"
-"""Last segment of the serialised extras that some layers (Transformer Engine) keep beside their weights."""
+"""Segment of the serialised extras that some layers (Transformer Engine) keep beside their weights."""
 WRAPPER_SEGMENTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Segments that torch.compile, FSDP and activation checkpointing put into names, anywhere in them."""
 
@@ -89,8 +91,9 @@ class Recipe:
 
 
 def nesting_of(catalog: Catalog, fqn: str) -> tuple[str, ...]:
-    """Return the outer keys that lead to a tensor and its own name, or just its name where nothing is stated."""
-    return catalog.nesting.get(fqn, (fqn,))
+    """Return the outer keys that lead to a tensor and its own name, or just its name where nothing fits it."""
+    path = catalog.nesting.get(fqn, ())
+    return path if ".".join(path) == fqn and path else (fqn,)
 
 
 def select(catalog: Catalog, *, include: Iterable[str] = (), exclude: Iterable[str] = ()) -> Selection:
@@ -106,6 +109,8 @@ def select(catalog: Catalog, *, include: Iterable[str] = (), exclude: Iterable[s
     """
     include, exclude = tuple(include), tuple(exclude)
     names = (*catalog.tensors, *catalog.unsupported)
+    if not names:
+        raise PlanError("the checkpoint holds no tensor")
     _refuse_idle_patterns(names, (*include, *exclude))
     reasons = {} if include else _reasons_to_skip(names, catalog)
     for name in names:
@@ -120,19 +125,13 @@ def select(catalog: Catalog, *, include: Iterable[str] = (), exclude: Iterable[s
     )
     skipped = (*(Skipped(name, reasons[name]) for name in names if name in reasons), *catalog.skipped)
     if not wanted:
-        raise PlanError(_nothing_left(skipped))
+        raise PlanError(f"no tensor is wanted: all {len(skipped)} are left out; --include '*' takes every tensor")
     return Selection(wanted, skipped)
 
 
 def _refuse_idle_patterns(names: tuple[str, ...], patterns: tuple[str, ...]) -> None:
     idle = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
     PlanError.raise_for("patterns that match no tensor", [repr(pattern) for pattern in idle])
-
-
-def _nothing_left(skipped: tuple[Skipped, ...]) -> str:
-    if not skipped:
-        return "the checkpoint holds no tensor"
-    return f"no tensor is wanted: all {len(skipped)} entries are left out; --include '*' takes every tensor"
 
 
 def _reasons_to_skip(names: tuple[str, ...], catalog: Catalog) -> dict[str, str]:
@@ -145,7 +144,8 @@ def _reasons_to_skip(names: tuple[str, ...], catalog: Catalog) -> dict[str, str]
     roots = {name: _root(nesting_of(catalog, name)) for name in names if name not in reasons}
     if any(MODEL_KEYS.intersection(root) for root in roots.values()):
         for name, root in roots.items():
-            if not MODEL_KEYS.intersection(root):
+            beside = root or name in catalog.tensors or name in catalog.nesting  # else its place is unknown
+            if beside and not MODEL_KEYS.intersection(root):
                 reasons[name] = "beside the model, not in it"
     return reasons
 
@@ -153,12 +153,15 @@ def _reasons_to_skip(names: tuple[str, ...], catalog: Catalog) -> dict[str, str]
 def _why_no_weight(path: tuple[str, ...]) -> str | None:
     """Say why a path is no weight: by its outer keys, or, where the writer stated none, by its first segment."""
     outer = path[:-1] or path[0].split(".")[:1]
-    for position, key in enumerate(outer):
-        if reason := NON_WEIGHTS.get(key):
-            return reason
-        if position < len(outer) - 1 and key not in WRAPPER_KEYS:
+    in_model = len(path) == 1
+    for key in outer:
+        if key in NON_WEIGHTS and not (in_model and key in MAYBE_LAYERS):
+            return NON_WEIGHTS[key]
+        if key not in WRAPPER_KEYS:
             break  # deeper keys belong to a model's own tree
-    return "extra state of a layer, not a weight" if path[-1].split(".")[-1].startswith(EXTRA_STATE) else None
+        in_model = in_model or key in MODEL_KEYS
+    extra = any(part.startswith(EXTRA_STATE) for part in path[-1].split("."))
+    return "extra state of a layer, not a weight" if extra else None
 
 
 def _root(path: tuple[str, ...]) -> tuple[str, ...]:
@@ -223,8 +226,8 @@ AUTO = (Rule("outer", _strip_outer), Rule("module", _strip_module), *map(_strip_
 def recipe_named(text: str) -> Recipe:
     """Return a recipe by name: ``auto``, ``none``, or rules joined by commas.
 
-    Rules are ``outer``, ``module``, ``_orig_mod``, ``_fsdp_wrapped_module``, ``_checkpoint_wrapped_module`` and
-    ``strip:PREFIX``.
+    Rules are ``outer`` (applied first wherever it stands), ``module``, ``_orig_mod``, ``_fsdp_wrapped_module``,
+    ``_checkpoint_wrapped_module`` and ``strip:PREFIX``.
 
     Raises:
         UsageError: There is no such recipe or rule.
@@ -244,7 +247,9 @@ def recipe_named(text: str) -> Recipe:
         elif name in known:
             rules.append(known[name])
         else:
-            raise UsageError(f"unknown recipe {name!r}: there are auto, none, {', '.join(known)} and strip:PREFIX")
+            known_rules = f"{', '.join(known)}, strip:PREFIX"
+            raise UsageError(f"unknown recipe {name!r}: it is auto, none, or rules joined by commas: {known_rules}")
+    rules.sort(key=lambda rule: rule.name != "outer")  # outer keys are told by names as saved
     return Recipe(text, tuple(rules), strict=True)
 
 

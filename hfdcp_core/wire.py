@@ -16,7 +16,7 @@ import gzip
 import json
 import types
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from hfdcp_core.box import Box
@@ -32,6 +32,8 @@ Json = None | bool | int | str | list["Json"] | dict[str, "Json"]
 Value = TypeVar("Value")
 _BAD = (KeyError, TypeError, ValueError, IndexError, AttributeError, HfdcpError)
 """What reading a document of another shape runs into; all of it means that the document is not ours any more."""
+_SURROGATES = "backslashreplace"
+"""Half of a surrogate pair, which a path or a pickled name may hold, has no UTF-8, but ``\\udc80`` is right JSON."""
 
 
 def dumps(kind: str, value: object) -> bytes:
@@ -40,7 +42,7 @@ def dumps(kind: str, value: object) -> bytes:
     >>> loads("span", Span, dumps("span", Span("a", 0, 4)))
     Span(path='a', start=0, stop=4)
     """
-    return (json.dumps(_wrap(kind, encode(value)), indent=1, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(_wrap(kind, encode(value)), indent=1, ensure_ascii=False) + "\n").encode(errors=_SURROGATES)
 
 
 def loads(kind: str, cls: type[Value], raw: bytes) -> Value:
@@ -155,45 +157,61 @@ def _expect(kind: type, data: Any) -> Any:
 # ---- tables: catalogs and file plans --------------------------------------------------------------------------------
 
 
+_INDEXED = ("fqn", "dtype", "path", "encoding")
+"""Columns of the table of shards that hold numbers of strings."""
+_COLUMNS = (*_INDEXED, "box", "start", "stop")
+
+
 class _Interned:
-    """Strings in the order in which they were first met, and their numbers."""
+    """Values in the order in which they were first met, and their numbers."""
 
     def __init__(self) -> None:
-        self.number: dict[str, int] = {}
+        self.number: dict[Any, int] = {}
 
-    def __call__(self, text: str) -> int:
-        return self.number.setdefault(text, len(self.number))
+    def __call__(self, value: object) -> int:
+        return self.number.setdefault(value, len(self.number))
 
 
-def _shard_table(shards: Iterable[Shard]) -> dict[str, Json]:
-    strings = _Interned()
-    rows: list[Json] = [
-        [
-            *(strings(text) for text in (shard.fqn, shard.dtype, shard.span.path, shard.encoding)),
-            shard.span.start,
-            shard.span.stop,
-            *shard.box.offset,
-            *shard.box.shape,
-        ]
-        for shard in shards
-    ]
-    return {"strings": list(strings.number), "rows": rows}
+def _shard_table(shards: Sequence[Shard]) -> dict[str, Json]:
+    """One list for each field: what takes few bytes, and is read back without a step of Python for each shard."""
+    strings, boxes = _Interned(), _Interned()
+    columns: dict[str, Json] = {
+        "fqn": [strings(shard.fqn) for shard in shards],
+        "dtype": [strings(shard.dtype) for shard in shards],
+        "path": [strings(shard.span.path) for shard in shards],
+        "encoding": [strings(shard.encoding) for shard in shards],
+        "box": [boxes((*shard.box.offset, *shard.box.shape)) for shard in shards],
+        "start": [shard.span.start for shard in shards],
+        "stop": [shard.span.stop for shard in shards],
+    }
+    return {"strings": list(strings.number), "boxes": [list(box) for box in boxes.number], **columns}
 
 
 def _shards(table: Mapping[str, Any]) -> tuple[Shard, ...]:
-    strings: Sequence[str] = table["strings"]
-    return tuple(_shard(strings, row) for row in table["rows"])
+    columns = {name: _naturals(table[name]) for name in _COLUMNS}
+    if len(set(map(len, columns.values()))) != 1:
+        raise ValueError("the columns of the table of shards are not of one length")
+    strings = decode(tuple[str, ...], table["strings"])
+    boxes = [_box(numbers) for numbers in table["boxes"]]
+    fqns, dtypes, paths, encodings = (map(strings.__getitem__, columns[name]) for name in _INDEXED)
+    spans = map(Span, paths, columns["start"], columns["stop"])
+    return tuple(map(Shard, fqns, dtypes, map(boxes.__getitem__, columns["box"]), spans, encodings))
 
 
-def _shard(strings: Sequence[str], row: list[int]) -> Shard:
-    fqn, dtype, path, encoding, start, stop, *numbers = row
-    axes = len(numbers) // 2
-    box = Box(tuple(numbers[:axes]), tuple(numbers[axes:]))
-    return Shard(strings[fqn], strings[dtype], box, Span(strings[path], start, stop), strings[encoding])
+def _box(numbers: Any) -> Box:
+    axes = len(_naturals(numbers)) // 2
+    return Box(tuple(numbers[:axes]), tuple(numbers[axes:]))
+
+
+def _naturals(data: Any) -> list[int]:
+    numbers: list[int] = _expect(list, data)
+    if not set(map(type, numbers)) <= {int} or min(numbers, default=0) < 0:
+        raise ValueError("expected numbers from 0")
+    return numbers
 
 
 def _compress(kind: str, body: Json) -> bytes:
-    raw = json.dumps(_wrap(kind, body), separators=(",", ":"), ensure_ascii=False).encode()
+    raw = json.dumps(_wrap(kind, body), separators=(",", ":"), ensure_ascii=False).encode(errors=_SURROGATES)
     return gzip.compress(raw, compresslevel=3, mtime=0)
 
 
@@ -221,14 +239,14 @@ def load_catalog(raw: bytes) -> Catalog:
     body = _decompress("catalog", raw)
     try:
         return Catalog(
-            format=body["format"],
+            format=decode(str, body["format"]),
             tensors=decode(Mapping[str, TensorSpec], body["tensors"]),
             shards=_shards(body["shards"]),
             files=decode(tuple[FileStamp, ...], body["files"]),
             skipped=decode(tuple[Skipped, ...], body["skipped"]),
-            nesting={name: tuple(path) for name, path in body["nesting"].items()},
-            unproved=body["unproved"],
-            unsupported=body["unsupported"],
+            nesting=decode(Mapping[str, tuple[str, ...]], body["nesting"]),
+            unproved=decode(str | None, body["unproved"]),
+            unsupported=decode(Mapping[str, str], body["unsupported"]),
         )
     except _BAD as error:
         raise ValidationError(f"not a readable catalog: {error}") from error
@@ -236,24 +254,26 @@ def load_catalog(raw: bytes) -> Catalog:
 
 def dump_file_plan(plan: FilePlan) -> bytes:
     """Write a file plan, compressed: a few bytes for each shard."""
-    rows: list[Json] = [_copy_row(copy, plan.shards[copy.read.shard]) for copy in plan.copies]
     plain = {name: encode(getattr(plan, name)) for name in ("path", "header", "size", "tensors", "stamps")}
     return _compress(
         "file plan",
-        {**plain, "window_bytes": plan.window_bytes, "shards": _shard_table(plan.shards), "copies": rows},
+        {**plain, "window_bytes": plan.window_bytes, "shards": _shard_table(plan.shards), "copies": _copy_table(plan)},
     )
 
 
-def _copy_row(copy: Copy, shard: Shard) -> list[Json]:
-    """Two numbers where a shard is copied whole, which is nearly always; everything else spelled out."""
-    if _is_whole(copy, shard):
-        return [copy.tensor, copy.read.shard]
-    view = [copy.read.offset, *copy.read.strides]
-    return [copy.tensor, copy.read.shard, encode(copy.box), encode(tuple(view))]
+def _copy_table(plan: FilePlan) -> dict[str, Json]:
+    """Two numbers where a shard is copied whole, which is nearly always; every other view is spelled out."""
+    views: list[Json] = [
+        [number, encode(copy.box), copy.read.offset, encode(copy.read.strides)]
+        for number, copy in enumerate(plan.copies)
+        if not _is_whole(copy, plan.shards[copy.read.shard].box)
+    ]
+    tensors, shards = [copy.tensor for copy in plan.copies], [copy.read.shard for copy in plan.copies]
+    return {"tensor": list(tensors), "shard": list(shards), "views": views}
 
 
-def _is_whole(copy: Copy, shard: Shard) -> bool:
-    return copy.box == shard.box and copy.read == Read(copy.read.shard, 0, row_major(shard.box.shape))
+def _is_whole(copy: Copy, box: Box) -> bool:
+    return copy.read.offset == 0 and copy.read.strides == row_major(box.shape) and copy.box == box
 
 
 def load_file_plan(raw: bytes) -> FilePlan:
@@ -265,24 +285,30 @@ def load_file_plan(raw: bytes) -> FilePlan:
     body = _decompress("file plan", raw)
     try:
         shards = _shards(body["shards"])
+        tensors = decode(tuple[tuple[str, TensorSpec], ...], body["tensors"])
         return FilePlan(
-            path=body["path"],
+            path=decode(str, body["path"]),
             header=decode(bytes, body["header"]),
-            size=body["size"],
-            tensors=decode(tuple[tuple[str, TensorSpec], ...], body["tensors"]),
+            size=decode(int, body["size"]),
+            tensors=tensors,
             shards=shards,
-            copies=tuple(_copy(row, shards) for row in body["copies"]),
+            copies=_copies(body["copies"], len(tensors), shards),
             stamps=decode(tuple[FileStamp, ...], body["stamps"]),
-            window_bytes=body["window_bytes"],
+            window_bytes=decode(int, body["window_bytes"]),
         )
     except _BAD as error:
         raise ValidationError(f"not a readable file plan: {error}") from error
 
 
-def _copy(row: list[Any], shards: Sequence[Shard]) -> Copy:
-    tensor, shard, *view = row
-    if not view:
-        box = shards[shard].box
-        return Copy(tensor, box, Read(shard, 0, row_major(box.shape)))
-    (offset, *strides), box = view[1], decode(Box, view[0])
-    return Copy(tensor, box, Read(shard, offset, tuple(strides)))
+def _copies(table: Mapping[str, Any], tensors: int, shards: Sequence[Shard]) -> tuple[Copy, ...]:
+    if max(_naturals(table["tensor"]), default=-1) >= tensors:
+        raise ValueError("a copy fills a tensor that the plan does not have")
+    copies = [
+        Copy(tensor, shards[shard].box, Read(shard, 0, row_major(shards[shard].box.shape)))
+        for tensor, shard in zip(table["tensor"], _naturals(table["shard"]), strict=True)
+    ]
+    for number, box, offset, strides in table["views"]:
+        [whole] = [copies[row] for row in _naturals([number])]
+        read = Read(whole.read.shard, decode(int, offset), decode(tuple[int, ...], strides))
+        copies[number] = Copy(whole.tensor, decode(Box, box), read)
+    return tuple(copies)
