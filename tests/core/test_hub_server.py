@@ -532,6 +532,17 @@ def test_a_file_of_the_hub_has_a_size_and_a_digest(hub: Hub, api: HfApi) -> None
     )
 
 
+def test_a_person_sees_repositories_and_files_in_a_browser(hub: Hub, api: HfApi) -> None:
+    data = noise(1000)
+    made = commit(api, add("w<1>.safetensors", data))
+    home = httpx2.get(hub.url)
+    assert home.headers["content-type"] == "text/html; charset=utf-8"
+    assert f'<a href="/{REPO}">{REPO}</a></td><td>private' in home.text
+    for page in (httpx2.get(f"{hub.url}/{REPO}").text, httpx2.get(f"{hub.url}/{REPO}/commit/{made}").text):
+        assert f"<td>w&lt;1&gt;.safetensors</td><td>1,000</td><td>{sha256(data)}</td><td>Xet</td>" in page
+        assert ".gitattributes" in page
+
+
 def test_the_module_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hfdcp_core.testing.hub", "--root", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:

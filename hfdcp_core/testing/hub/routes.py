@@ -7,7 +7,7 @@ import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hfdcp_core.testing.hub import commits, discussions, files, lfs, repos, xet
+from hfdcp_core.testing.hub import commits, discussions, files, lfs, pages, repos, xet
 from hfdcp_core.testing.hub.http import Refused, Request, Response
 from hfdcp_core.testing.hub.state import State
 
@@ -97,4 +97,7 @@ def _table(large: lfs.Lfs) -> tuple[Route, ...]:
         _route("POST", "/v([12])/shards", xet.put_shard),
         _route("GET", "/v([12])/reconstructions/{hash}", xet.reconstruct),
         _route("POST", "/v1/telemetry", xet.telemetry),
+        _route("GET", "/", pages.home),
+        _route("GET", "/{repo}", pages.repository),
+        _route("GET", "/{repo}/(?:commit|tree)/{one}", pages.repository),
     )
