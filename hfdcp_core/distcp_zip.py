@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from hfdcp_core.errors import CorruptFile
@@ -41,6 +41,8 @@ class Record:
     """Bytes of its content."""
     crc32: int
     """CRC-32 of its content as stated; 0 also where the writer was told not to compute it."""
+    limit: int = 0
+    """Where the next record or the directory starts: its content must end before."""
 
 
 class Item:
@@ -105,8 +107,7 @@ def directory(item: Item) -> Mapping[str, Record]:
         records[record.name] = record
     if position != size:
         item.fail(f"a zip directory of {size} bytes whose {count} records end at byte {position}")
-    _refuse_overlaps(item, records, start)
-    return records
+    return _limited(records, start)
 
 
 def content_span(item: Item, record: Record) -> tuple[int, int]:
@@ -122,6 +123,8 @@ def content_span(item: Item, record: Record) -> tuple[int, int]:
     if method or flags & _ENCRYPTED or not agrees:
         item.fail(f"{record.name!r}: its zip header contradicts the directory")
     start = name_start + name_bytes + extra_bytes
+    if start + record.size > record.limit:
+        item.fail(f"{record.name!r} of {record.size} bytes at byte {start} runs into what follows at {record.limit}")
     return start, start + record.size
 
 
@@ -217,10 +220,8 @@ def _zip64_field(extra: bytes) -> bytes:
     return b""
 
 
-def _refuse_overlaps(item: Item, records: Mapping[str, Record], stop: int) -> None:
-    """Hold the least that each record takes against where the next one starts."""
+def _limited(records: Mapping[str, Record], stop: int) -> dict[str, Record]:
+    """Return the records with their limits, which lie in the order in which the records start."""
     ordered = sorted(records.values(), key=lambda record: record.start)
     limits = [*(record.start for record in ordered[1:]), stop]
-    for record, limit in zip(ordered, limits, strict=True):
-        if record.start + _LOCAL.size + len(record.name.encode()) + record.size > limit:
-            item.fail(f"{record.name!r} of {record.size} bytes at byte {record.start} runs into what follows it")
+    return {record.name: replace(record, limit=limit) for record, limit in zip(ordered, limits, strict=True)}
