@@ -210,15 +210,15 @@ def _drained(client: SyncPrefectClient, shared: Session) -> Iterator[None]:
             drain(client, shared.task_runs)
 
 
-def drain(client: SyncPrefectClient, task_runs: set[UUID]) -> None:
+def drain(client: SyncPrefectClient, task_runs: set[UUID], *, silence_s: float = SILENCE_S) -> None:
     """Wait until the server has stored the end of every task run; give up, and say so, when nothing more arrives."""
     waiting = set(task_runs)
-    patience = time.monotonic() + SILENCE_S
+    patience = time.monotonic() + silence_s
     with suppress(httpx.HTTPError):  # a server that is gone stores nothing more
         while waiting and time.monotonic() < patience:
             if ended := _ended(client, sorted(waiting)):
                 waiting -= ended
-                patience = time.monotonic() + SILENCE_S
+                patience = time.monotonic() + silence_s
             else:
                 time.sleep(POLL_S)
     if waiting:

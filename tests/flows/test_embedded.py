@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from prefect.client.orchestration import get_client
@@ -17,8 +18,10 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from hfdcp_core.errors import Cancelled, StorageError, UsageError
 from hfdcp_core.publish import Job
 from hfdcp_core.state import Cancellation
+from hfdcp_core.testing.checkpoints import Truth
 from hfdcp_core.testing.faulty import Fault, Faults
 from hfdcp_core.testing.hub import Hub
+from hfdcp_flows.embedded import drain
 from hfdcp_flows.publish import run
 
 PROGRAM = """
@@ -110,3 +113,39 @@ def test_a_configured_api_that_is_down_is_one_clear_message(job: Callable[..., J
 def test_parameters_that_prefect_does_not_take_are_refused_before_anything_starts(job: Callable[..., Job]) -> None:
     with pytest.raises(UsageError, match="use --direct"):
         run(job(file_index={f"model.layers.{number}.mlp.experts.weight": 1 for number in range(20_000)}))
+
+
+def test_what_never_arrives_is_waited_for_within_bounds_and_told(
+    prefect_api: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with get_client(sync_client=True) as client:
+        drain(client, {uuid4(), uuid4()}, silence_s=0.3)
+    assert "does not show how 2 task runs ended" in caplog.text
+
+
+class Watcher:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, int]] = []
+        self.done: dict[str, int] = {}
+
+    def begin(self, step: str, total_bytes: int) -> None:
+        self.steps.append((step, total_bytes))
+
+    def advance(self, nbytes: int) -> None:
+        step = self.steps[-1][0]
+        self.done[step] = self.done.get(step, 0) + nbytes
+
+    def say(self, line: str) -> None: ...
+
+
+def test_whoever_watches_hears_of_every_step_from_the_task_threads(
+    prefect_api: None, job: Callable[..., Job], model: Truth
+) -> None:
+    watcher = Watcher()
+    receipt = run(job(), progress=watcher)
+    assert [step for step, _ in watcher.steps] == ["gather", "reshard", "consolidate", "validate", "push"]
+    bytes_of = dict(watcher.steps)
+    assert 1_000_000 < watcher.done["consolidate"] <= bytes_of["consolidate"]
+    assert watcher.done["push"] == bytes_of["push"] == receipt.uploaded_bytes

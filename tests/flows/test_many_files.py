@@ -2,14 +2,16 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
+import cloudpickle
 import pytest
+from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from hfdcp_core.errors import Cancelled, CorruptFile, HfdcpError, NoSpace, PlanError, StorageDenied, StorageError
 from hfdcp_core.publish import Job
 from hfdcp_core.testing.faulty import FOREIGN_ERRORS, Fault, Faults
-from hfdcp_flows.publish import one_error
+from hfdcp_flows.publish import one_error, parameters_of, publish
 
 
 class InFlight:
@@ -61,6 +63,39 @@ def test_no_file_is_begun_after_one_has_failed(do: Any, job: Callable[..., Job],
     assert outcome.named("Failed") == {"model-00001-of-00005.safetensors"}
     assert outcome.named("Cancelled") == {f"model-0000{number}-of-00005.safetensors" for number in (2, 3, 4, 5)}
     assert sink.attempts("create", "out/model-") == 1
+
+
+class Elsewhere(TaskRunner[Any]):
+    """Stands for a cluster: takes tasks as one does, and keeps what it would have to send."""
+
+    def __init__(self, sent: list[bytes]) -> None:
+        super().__init__()
+        self.sent = sent
+        self.threads: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=1)
+
+    def duplicate(self) -> "Elsewhere":
+        return Elsewhere(self.sent)
+
+    def submit(self, task: Any, parameters: dict[str, Any], *args: Any, **options: Any) -> Any:
+        self.sent.append(cloudpickle.dumps(parameters))
+        return self.threads.submit(task, parameters, *args, **options)
+
+    def __enter__(self) -> Self:
+        self.threads.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.threads.__exit__(*error)
+
+
+def test_a_cluster_is_sent_a_small_task_for_each_file(prefect_api: None, job: Callable[..., Job], sink: Faults) -> None:
+    sent: list[bytes] = []
+    asked = job(sink=f"{sink.url}/out", file_index=None, max_file_size=300_000)
+    publish.with_options(task_runner=Elsewhere(sent))(**parameters_of(asked))
+    assert 3 < len(sent) == sink.attempts("create", "out/model-")
+    assert max(len(message) for message in sent) < 1_500
 
 
 RESET, DAMAGED = StorageError("a: reset"), CorruptFile("b: damaged", ["x", "y"])
