@@ -139,6 +139,10 @@ def of_manifest(command: str, manifest: Manifest, job: Job) -> Answer:
         *(f"  {record.path}  {in_bytes(record.size)}  sha256 {record.sha256[:16]}…" for record in manifest.files),
         f"manifest: {MANIFEST_PATH} (plan {manifest.plan_digest[:16]})",
     ]
+    if command == "validate" and job.source:
+        lines.append(f"{job.source} gives the same today")
+    if command == "validate" and job.repo:
+        lines.append(f"{job.repo} on the Hub holds the same")
     if manifest.unproved:
         lines.append(f"not proved complete: {manifest.unproved}")
     return Answer(document, "\n".join(lines))
