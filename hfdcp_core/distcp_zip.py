@@ -223,5 +223,5 @@ def _zip64_field(extra: bytes) -> bytes:
 def _limited(records: Mapping[str, Record], stop: int) -> dict[str, Record]:
     """Return the records with their limits, which lie in the order in which the records start."""
     ordered = sorted(records.values(), key=lambda record: record.start)
-    limits = [*(record.start for record in ordered[1:]), stop]
+    limits = [*(record.start for record in ordered), stop][1:]
     return {record.name: replace(record, limit=limit) for record, limit in zip(ordered, limits, strict=True)}

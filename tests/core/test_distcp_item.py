@@ -354,3 +354,8 @@ def test_a_storage_that_answers_with_too_few_bytes_is_not_believed() -> None:
     raw = by_torch()
     with pytest.raises(SourceError, match=r"the item: got 10 bytes where \[0, \d+\) were asked for"):
         read_item(lambda *_: raw[:10], len(raw), where="the item")
+
+
+def test_an_archive_without_records_holds_no_tensor() -> None:
+    with pytest.raises(CorruptFile, match=r"expected one record data.pkl in it, found 0"):
+        whole(b"PK\5\6" + bytes(18))
