@@ -39,7 +39,7 @@ _VERSION = "1"
 _METADATA_FIELDS = ["state_dict_metadata", "storage_data", "planner_data", "storage_meta", "version"]
 _TENSOR_FIELDS = ["properties", "size", "chunks"]
 _CHUNK_FIELDS = ["offsets", "sizes"]
-_INDEX_FIELDS = ["fqn", "offset", "index"]
+_INDEX_FIELDS = ["fqn", "index", "offset"]
 _STORAGE_FIELDS = ["relative_path", "offset", "length", "transform_descriptors"]
 
 
@@ -184,7 +184,7 @@ def _shards(fields: Fields, value: object, items: _Items) -> Iterator[Shard]:
     """Yield the shards that hold an element, and note in ``items`` what else is seen on the way."""
     for key, stored in fields.items(value, "storage_data"):
         fields.about = None
-        fqn, offset, _ = fields.values(key, IndexRecord, _INDEX_FIELDS)
+        fqn, _, offset = fields.values(key, IndexRecord, _INDEX_FIELDS)
         fields.about = name = fields.text(fqn, "storage_data: a key's fqn")
         path, start, length, transforms = fields.values(stored, StorageRecord, _STORAGE_FIELDS)
         span = _span(fields, (path, start, length), items.extents)

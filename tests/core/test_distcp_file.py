@@ -1,4 +1,5 @@
 import copyreg
+import gc
 import io
 import os
 import pickle
@@ -85,6 +86,19 @@ def test_every_tensor_that_torch_lists_is_read_with_its_dtype_and_shape(saved: S
     assert {entry.name for entry in saved.metadata.skipped} == {
         name for name, entry in listed.items() if isinstance(entry, BytesStorageMetadata)
     }
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
+def test_the_garbage_collector_is_left_as_it_was(saved: Saved, *, enabled: bool) -> None:
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        read_metadata(saved.raw, path="x")
+        with pytest.raises(CorruptFile, match="x"):
+            read_metadata(saved.raw[:-1], path="x")
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 def test_a_packed_dtype_is_counted_in_logical_elements(saved: Saved) -> None:
