@@ -18,8 +18,8 @@ from pathlib import Path
 
 from hfdcp_core.testing._truth import CHECKPOINT_NAME
 
-GRACE_S = 10.0
-"""How much longer than its ranks the helper may take, to report which of them hung and where."""
+GRACE_S = 60.0
+"""How much longer than its ranks the helper may take, to import torch (on a busy machine) and to report which of them hung and where."""
 
 
 class RankFailed(RuntimeError):
