@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 from hfdcp_core.state import SILENT, Progress
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
@@ -108,7 +109,7 @@ class LiveBars:
         """Complete the bar before and start one for this step."""
         with self._lock:
             self._end()
-            self._task = self._bars.add_task(step, total=total_bytes or None)
+            self._task = self._bars.add_task(step, total=total_bytes or None, counted=total_bytes > 0)
 
     def advance(self, nbytes: int) -> None:
         """Move the bar."""
@@ -139,15 +140,31 @@ class LiveBars:
 def live_bars() -> LiveBars:
     """Return bars on the terminal that stderr is."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (
-        TextColumn("{task.description:<12}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
     )
+    from rich.text import Text
+
+    class WhereCounted(ProgressColumn):
+        """Another column, for steps whose bytes are counted."""
+
+        def __init__(self, column: ProgressColumn) -> None:
+            super().__init__()
+            self.column = column
+
+        def render(self, task: Task) -> RenderableType:
+            """Render the other column, or nothing."""
+            return self.column.render(task) if task.fields["counted"] else Text()
+
+    numbers = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(elapsed_when_finished=True))
+    columns = (TextColumn("{task.description:<12}"), BarColumn(), *map(WhereCounted, numbers))
     return LiveBars(Progress(*columns, console=Console(stderr=True)))
 
 
