@@ -19,7 +19,7 @@ from pathlib import Path
 from hfdcp_core.testing._truth import CHECKPOINT_NAME
 
 GRACE_S = 60.0
-"""How much longer than its ranks the helper may take: to import torch on a busy machine, and to report who hung where."""
+"""How much longer than its ranks the helper may take: to import torch on a busy machine, and to say who hung where."""
 
 
 class RankFailed(RuntimeError):
