@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Protocol
 
 import numpy as np
@@ -330,7 +331,8 @@ class _Filler:
         for copy, box, shared in self._copies.meeting(piece):
             inside = shared.relative_to(piece.box)
             # The ellipsis keeps a 0-d part a view of the buffer; without it numpy returns a copy.
-            out = target[(*map(slice, inside.offset, inside.stop), ...)]
+            where: tuple[slice | EllipsisType, ...] = (*map(slice, inside.offset, inside.stop), ...)
+            out = target[where]
             view = self._view(copy, box, shared, spec)
             gather_strided(self._payload(copy.read.shard).read_into, view, out, scratch=self._scratch)
             filled += shared.volume
