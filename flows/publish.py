@@ -221,7 +221,7 @@ def one_error(errors: Sequence[BaseException], *, files: int) -> BaseException:
 
     >>> from hfdcp_core.errors import CorruptFile, StorageError
     >>> str(one_error([StorageError("a: reset"), CorruptFile("b: bad CRC")], files=3))
-    '2 of 3 output files failed\\n  - a: reset\\n  - b: bad CRC'
+    '2 of 3 output files failed\n  - a: reset\n  - b: bad CRC'
     """
     faults = [error for error in errors if not isinstance(error, Cancelled)] or errors[:1]
     worst = next((error for error in faults if not getattr(error, "retryable", False)), faults[0])
