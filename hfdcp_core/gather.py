@@ -304,7 +304,11 @@ def _prove_by_ranks(catalog: Catalog, world_size: int, url: str) -> None:
     wanted = {(rank, part, count) for rank in range(1, world_size + 1) for part in range(1, count + 1)}
     problems = [f"{_shard_name(*row)} is not there" for row in sorted(wanted - set(numbers))]
     problems += [f"{_shard_name(*row)} is of another save" for row in sorted(set(numbers) - wanted)]
-    IncompleteCheckpoint.raise_for(f"{url}: not the files that {world_size} ranks write", problems)
+    IncompleteCheckpoint.raise_for(
+        f"{url}: not the files that {world_size} ranks write (where a rank had nothing to write, that cannot be told "
+        "from a lost file: --accept-unproved goes on)",
+        problems,
+    )
 
 
 def _shard_name(rank: int, part: int, count: int) -> str:
