@@ -26,8 +26,8 @@ from hfdcp_core.errors import CorruptFile, HfdcpError, UnsafePickle
 
 __all__ = ["DcpMetadata", "TorchItem", "read_item", "read_metadata"]
 
-MOST_METADATA_BYTES = 1 << 30
-"""About five million shards; a hostile pickle of that size could take some fifty times as much memory."""
+MOST_METADATA_BYTES = 1 << 29
+"""About four million shards. A hostile pickle may take some eighty times its size in memory, an honest one twelve."""
 
 _OTHER_DTYPES = {
     *NOT_IN_SAFETENSORS, "quint4x2", "quint2x4", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2", "bcomplex32",
