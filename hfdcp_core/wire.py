@@ -79,8 +79,9 @@ def _unwrap(kind: str, raw: bytes) -> Json:
         raise ValidationError(f"not a {kind}: {error}") from error
     if not isinstance(document, dict) or document.get("hfdcp") != kind:
         raise ValidationError(f"not a {kind} of hfdcp")
-    if document.get("version") != VERSION:
-        raise ValidationError(f"{kind} of version {document.get('version')!r}; this hfdcp reads version {VERSION}")
+    version = document.get("version")
+    if type(version) is not int or version != VERSION:
+        raise ValidationError(f"{kind} of version {version!r}; this hfdcp reads version {VERSION}")
     body: Json = document.get("value")
     return body
 
@@ -292,7 +293,7 @@ def load_file_plan(raw: bytes) -> FilePlan:
             size=decode(int, body["size"]),
             tensors=tensors,
             shards=shards,
-            copies=_copies(body["copies"], len(tensors), shards),
+            copies=_copies(body["copies"], [spec for _, spec in tensors], shards),
             stamps=decode(tuple[FileStamp, ...], body["stamps"]),
             window_bytes=decode(int, body["window_bytes"]),
         )
@@ -300,15 +301,24 @@ def load_file_plan(raw: bytes) -> FilePlan:
         raise ValidationError(f"not a readable file plan: {error}") from error
 
 
-def _copies(table: Mapping[str, Any], tensors: int, shards: Sequence[Shard]) -> tuple[Copy, ...]:
-    if max(_naturals(table["tensor"]), default=-1) >= tensors:
-        raise ValueError("a copy fills a tensor that the plan does not have")
+def _copies(table: Mapping[str, Any], specs: Sequence[TensorSpec], shards: Sequence[Shard]) -> tuple[Copy, ...]:
     copies = [
         Copy(tensor, shards[shard].box, Read(shard, 0, row_major(shards[shard].box.shape)))
-        for tensor, shard in zip(table["tensor"], _naturals(table["shard"]), strict=True)
+        for tensor, shard in zip(_naturals(table["tensor"]), _naturals(table["shard"]), strict=True)
     ]
     for number, box, offset, strides in table["views"]:
         [whole] = [copies[row] for row in _naturals([number])]
         read = Read(whole.read.shard, decode(int, offset), decode(tuple[int, ...], strides))
         copies[number] = Copy(whole.tensor, decode(Box, box), read)
+    _check_copies(copies, specs)
     return tuple(copies)
+
+
+def _check_copies(copies: Sequence[Copy], specs: Sequence[TensorSpec]) -> None:
+    """Refuse copies that fill what is no part of their tensor."""
+    cuts = {(specs[copy.tensor].shape, copy.box.offset, copy.box.shape) for copy in copies}
+    for whole, offset, shape in cuts:
+        if not Box(offset, shape).within(Box.whole(whole)):
+            raise ValueError(f"a copy fills {Box(offset, shape)} of a tensor of shape {list(whole)}")
+    if any(len(copy.read.strides) != len(copy.box.shape) for copy in copies):
+        raise ValueError("a view has not as many strides as its box has dimensions")
