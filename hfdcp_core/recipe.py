@@ -191,9 +191,7 @@ def _strip_outer(names: Names, catalog: Catalog) -> Names:
 
 
 def _strip_module(names: Names, _catalog: Catalog) -> Names:
-    """Remove ``module.`` where every name begins with it: a model may have a child of that name beside others."""
-    if not all(name.startswith("module.") for name in names.values()):
-        return names
+    """Remove ``module.`` from the names that begin with it, and leave the others as they are."""
     return {saved: name.removeprefix("module.") for saved, name in names.items()}
 
 

@@ -225,7 +225,19 @@ NAMES: dict[str, tuple[Catalog, dict[str, str]]] = {
     ),
     "key that wraps no model": (nested(("state", "a.w")), {"state.a.w": "state.a.w"}),
     "module before every name": (flat("module.a.w", "module.b"), {"module.a.w": "a.w", "module.b": "b"}),
-    "module before some names": (flat("module.a.w", "b"), {"module.a.w": "module.a.w", "b": "b"}),
+    "module before some names": (flat("module.a.w", "b"), {"module.a.w": "a.w", "b": "b"}),
+    "several wrappers, each name on its own": (
+        flat(
+            "module._orig_mod.model.layers.0._orig_mod.w",
+            "model.layers.0._checkpoint_wrapped_module._fsdp_wrapped_module.w2",
+            "decoder.embed.w",
+        ),
+        {
+            "module._orig_mod.model.layers.0._orig_mod.w": "model.layers.0.w",
+            "model.layers.0._checkpoint_wrapped_module._fsdp_wrapped_module.w2": "model.layers.0.w2",
+            "decoder.embed.w": "decoder.embed.w",
+        },
+    ),
     "compiled parts": (flat("_orig_mod.a._orig_mod.w", "b"), {"_orig_mod.a._orig_mod.w": "a.w", "b": "b"}),
     "the last segment is the tensor's own name": (flat("a._orig_mod"), {"a._orig_mod": "a._orig_mod"}),
     "all wrappers": (
@@ -253,11 +265,6 @@ def test_a_path_that_does_not_spell_the_name_is_not_followed() -> None:
 def test_a_definition_says_what_the_source_tensor_is() -> None:
     [definition] = define(nested(("model", "a.w")), ["model.a.w"], recipe_named("auto"))
     assert (definition.fqn, definition.spec, definition.source) == ("a.w", SPEC, "model.a.w")
-
-
-def test_only_the_wanted_tensors_decide_whether_every_name_begins_with_module() -> None:
-    catalog = nested(("model", "module.a"), ("optimizer", "x"))
-    assert [d.fqn for d in define(catalog, select(catalog).names, recipe_named("auto"))] == ["a"]
 
 
 def test_the_recipe_none_keeps_every_name() -> None:
