@@ -157,13 +157,14 @@ def test_a_file_plan_comes_back(plan: FilePlan) -> None:
 def test_documents_are_the_same_bytes_each_time_and_after_a_round_trip(
     catalog: Catalog, plan: FilePlan, manifest: Manifest
 ) -> None:
-    for value, dump, load in (
+    cases: list[tuple[Any, Callable[[Any], bytes], Callable[[bytes], object]]] = [
         (catalog, wire.dump_catalog, wire.load_catalog),
         (plan, wire.dump_file_plan, wire.load_file_plan),
         (manifest, wire.dump_manifest, wire.load_manifest),
-    ):
-        raw = dump(value)  # type: ignore[operator]
-        assert dump(value) == dump(load(raw)) == raw  # type: ignore[operator]
+    ]
+    for value, dump, load in cases:
+        raw = dump(value)
+        assert dump(value) == dump(load(raw)) == raw
 
 
 def test_plain_documents_can_be_read_by_a_person() -> None:
