@@ -14,40 +14,24 @@ than a small one. The file becomes visible only when everything in it was found 
 
 from __future__ import annotations
 
-import bisect
 import hashlib
-import itertools
-import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from types import EllipsisType
 from typing import Protocol
 
 import numpy as np
 
-from hfdcp_core.box import Box
-from hfdcp_core.catalog import FileStamp, TensorSpec
+from hfdcp_core.catalog import FileStamp
 from hfdcp_core.errors import PlanError, SourceChanged, StorageNotFound
 from hfdcp_core.manifest import FileRecord, SourceCheck
 from hfdcp_core.ops import EMPTY_DIGEST, digest_text, extend_digest
-from hfdcp_core.plan import BUFFERS, Copy, FilePlan, row_major
-from hfdcp_core.read import Lattice, Payload, Strides, gather_strided, open_payload, page_aligned
+from hfdcp_core.plan import BUFFERS, Copy, FilePlan
+from hfdcp_core.read import Payload, gather_strided, open_payload, page_aligned
 from hfdcp_core.state import SILENT, Cancellation, Progress
 from hfdcp_core.store import Source, Upload
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Consecutive bytes of one tensor that are one box of it."""
-
-    tensor: int
-    """Index into `FilePlan.tensors`."""
-    box: Box
-    """Which items, on the tensor's lattice."""
-    nbytes: int
-    """How many bytes."""
+from hfdcp_core.windows import Copies, Lattice, Piece, Strides, Window, view_of, windows
 
 
 class Creator(Protocol):
@@ -56,10 +40,6 @@ class Creator(Protocol):
     def create(self, path: str, size: int) -> Upload:
         """Begin a file; see `hfdcp_core.store.Sink.create`."""
         ...
-
-
-Window = tuple[Piece, ...]
-"""Consecutive pieces of a file that are made together."""
 
 
 def consolidate(
@@ -119,97 +99,6 @@ def _difference(stamp: FileStamp, source: Source) -> str | None:
     if now == stamp:
         return None
     return f"{stamp.path}: {now.size} bytes ({now.tag}), gathered with {stamp.size} bytes ({stamp.tag})"
-
-
-# ---- windows: pure -------------------------------------------------------------------------------------------------
-
-
-def windows(tensors: Iterable[TensorSpec], window_bytes: int) -> Iterator[Window]:
-    """Cut the data of a file into windows of at most ``window_bytes`` (but at least one item each).
-
-    >>> tensors = [TensorSpec("U8", (3, 4)), TensorSpec("U8", (2,))]
-    >>> [[piece.nbytes for piece in window] for window in windows(tensors, 8)]
-    [[8], [4, 2]]
-    """
-    window: list[Piece] = []
-    size = 0
-    for number, spec in enumerate(tensors):
-        for piece in _pieces(number, Lattice.of(spec.dtype, spec.shape), window_bytes):
-            if window and size + piece.nbytes > window_bytes:
-                yield tuple(window)
-                window, size = [], 0
-            window.append(piece)
-            size += piece.nbytes
-    if window:
-        yield tuple(window)
-
-
-def _pieces(tensor: int, lattice: Lattice, window_bytes: int) -> Iterator[Piece]:
-    """Cut a tensor along the first dimension whose rows fit a window; every dimension before it item by item."""
-    shape = lattice.shape
-    if lattice.nbytes == 0:
-        return
-    if lattice.nbytes <= window_bytes or not shape:
-        yield Piece(tensor, Box.whole(shape), lattice.nbytes)
-        return
-    axis = 0
-    while axis < len(shape) - 1 and math.prod(shape[axis + 1 :]) * lattice.itemsize > window_bytes:
-        axis += 1
-    row = math.prod(shape[axis + 1 :]) * lattice.itemsize
-    step = max(1, window_bytes // row)
-    for outer in itertools.product(*map(range, shape[:axis])):
-        for start in range(0, shape[axis], step):
-            rows = min(step, shape[axis] - start)
-            offset = (*outer, start, *itertools.repeat(0, len(shape) - axis - 1))
-            yield Piece(tensor, Box(offset, (*(1 for _ in outer), rows, *shape[axis + 1 :])), rows * row)
-
-
-class _Copies:
-    """Finds the copies that meet a box of a tensor, without looking at all of them."""
-
-    def __init__(self, plan: FilePlan) -> None:
-        self._tables = [_CopyTable(spec) for _, spec in plan.tensors]
-        for copy in plan.copies:
-            self._tables[copy.tensor].add(copy)
-        for table in self._tables:
-            table.sort()
-
-    def meeting(self, piece: Piece) -> Iterator[tuple[Copy, Box, Box]]:
-        """Yield each copy with its box and the part of it that lies in the piece, both on the tensor's lattice."""
-        return self._tables[piece.tensor].meeting(piece.box)
-
-
-class _CopyTable:
-    """The copies of one tensor, by the start of their boxes in the first dimension."""
-
-    def __init__(self, spec: TensorSpec) -> None:
-        self._dtype = spec.dtype
-        self._rows: list[tuple[Box, Copy]] = []
-        self._starts: list[int] = []
-        self._longest = 0
-
-    def add(self, copy: Copy) -> None:
-        self._rows.append((lattice_box(self._dtype, copy.box), copy))
-
-    def sort(self) -> None:
-        self._rows.sort(key=lambda row: row[0].offset)
-        self._starts = [box.offset[0] if box.offset else 0 for box, _ in self._rows]
-        self._longest = max((box.shape[0] for box, _ in self._rows if box.shape), default=1)
-
-    def meeting(self, wanted: Box) -> Iterator[tuple[Copy, Box, Box]]:
-        start, stop = (wanted.offset[0], wanted.stop[0]) if wanted.offset else (0, 1)
-        low = bisect.bisect_right(self._starts, start - self._longest)
-        for box, copy in self._rows[low : bisect.bisect_left(self._starts, stop)]:
-            if shared := box.intersect(wanted):
-                yield copy, box, shared
-
-
-def lattice_box(dtype: str, box: Box) -> Box:
-    """Return a box on the lattice of its dtype: sub-byte kinds count bytes in the last dimension."""
-    lattice = Lattice.of(dtype, box.shape)
-    if lattice.shape == box.shape:
-        return box
-    return Box((*box.offset[:-1], Lattice.of(dtype, box.offset).shape[-1]), lattice.shape)
 
 
 # ---- work: threads and buffers -------------------------------------------------------------------------------------
@@ -296,7 +185,7 @@ class _Filler:
 
     def __init__(self, plan: FilePlan, source: Source) -> None:
         self._plan, self._source = plan, source
-        self._copies = _Copies(plan)
+        self._copies = Copies(plan)
         self._scratch = page_aligned(plan.window_bytes)
         self._item_scratch = page_aligned(plan.window_bytes)
         self._open: dict[int, Payload] = {}
@@ -333,27 +222,19 @@ class _Filler:
             # The ellipsis keeps a 0-d part a view of the buffer; without it numpy returns a copy.
             where: tuple[slice | EllipsisType, ...] = (*map(slice, inside.offset, inside.stop), ...)
             out = target[where]
-            view = self._view(copy, box, shared, spec)
-            gather_strided(self._payload(copy.read.shard).read_into, view, out, scratch=self._scratch)
+            view = view_of(copy, self._plan.shards[copy.read.shard])
+            part = view.part(shared.relative_to(box).offset, shared.shape)
+            gather_strided(self._payload(copy, view).read_into, part, out, scratch=self._scratch)
             filled += shared.volume
         if filled != piece.box.volume:
             raise PlanError(f"{self._plan.path}: the plan leaves {piece.box} of tensor {piece.tensor} unfilled")
 
-    def _view(self, copy: Copy, box: Box, shared: Box, spec: TensorSpec) -> Strides:
-        """Return which items of the shard fill a part of a copy's box."""
-        strides = copy.read.strides
-        if box != copy.box:  # a sub-byte kind: only whole rows of bytes move
-            if (copy.read.offset, strides) != (0, row_major(copy.box.shape)):
-                raise PlanError(f"{self._plan.path}: {spec.dtype} can only be copied as it lies")
-            strides = row_major(box.shape)
-        local = shared.relative_to(box).offset
-        first = copy.read.offset + sum(a * b for a, b in zip(local, strides, strict=True))
-        return Strides(first, shared.shape, strides)
-
-    def _payload(self, shard: int) -> Payload:
-        if shard not in self._open:
-            self._open[shard] = open_payload(self._source, self._plan.shards[shard], scratch=self._item_scratch)
-        return self._open[shard]
+    def _payload(self, copy: Copy, view: Strides) -> Payload:
+        number = copy.read.shard
+        if number not in self._open:
+            shard = self._plan.shards[number]
+            self._open[number] = open_payload(self._source, shard, scratch=self._item_scratch, in_order=view.dense)
+        return self._open[number]
 
 
 def joined(one: SourceCheck, other: SourceCheck) -> SourceCheck:

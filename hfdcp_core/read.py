@@ -17,7 +17,6 @@ import itertools
 import math
 import mmap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -25,12 +24,11 @@ import numpy.typing as npt
 
 from hfdcp_core.catalog import RAW, Shard
 from hfdcp_core.distcp_file import TorchItem, read_item
-from hfdcp_core.dtypes import dtype_named
 from hfdcp_core.errors import CorruptFile
 from hfdcp_core.manifest import CrcPart, SourceCheck
 from hfdcp_core.ops import combine_parts, crc32
-from hfdcp_core.plan import row_major
 from hfdcp_core.store import Source
+from hfdcp_core.windows import Lattice, Strides
 
 Array = npt.NDArray[np.unsignedinteger]
 Fetch = Callable[[int, memoryview], None]
@@ -47,29 +45,6 @@ def page_aligned(nbytes: int) -> memoryview:
     bytes into it, which is where ``bytearray`` and ``numpy.empty`` put large ones (measured on Zen 3, page cache).
     """
     return memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Lattice:
-    """How the elements of a dtype and shape are addressed: in whole bytes, sub-byte kinds by the byte."""
-
-    itemsize: int
-    """Bytes of one addressed item."""
-    shape: tuple[int, ...]
-    """Items in each dimension."""
-
-    @classmethod
-    def of(cls, dtype: str, shape: tuple[int, ...]) -> Lattice:
-        """Return the lattice of a tensor or of a box of one."""
-        bits = dtype_named(dtype).bits
-        if bits >= 8:
-            return cls(bits // 8, shape)
-        return cls(1, (*shape[:-1], shape[-1] * bits // 8))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all items."""
-        return self.itemsize * math.prod(self.shape)
 
 
 class Payload(Protocol):
@@ -92,7 +67,7 @@ class Payload(Protocol):
         ...
 
 
-def open_payload(source: Source, shard: Shard, *, scratch: memoryview) -> Payload:
+def open_payload(source: Source, shard: Shard, *, scratch: memoryview, in_order: bool = True) -> Payload:
     """Open a shard for reading.
 
     Args:
@@ -100,6 +75,8 @@ def open_payload(source: Source, shard: Shard, *, scratch: memoryview) -> Payloa
         shard: Which one.
         scratch: Room for an item, or a part of one, whose bytes do not lie in order. Payloads that are read in turn
             may share it.
+        in_order: Whether its bytes, or one run of them, will be read once and in order. Where they will not, their
+            checksum cannot come with them, and the item is read once more for it.
 
     Raises:
         CorruptFile: What lies there is not the shard that the checkpoint describes.
@@ -109,7 +86,9 @@ def open_payload(source: Source, shard: Shard, *, scratch: memoryview) -> Payloa
     item = read_item(_fetcher(source, shard), shard.span.length, where=f"{source.url}: {shard}")
     _compare(item, shard, source.url)
     if item.row_major and item.storage_offset == 0 and item.storage_bytes == _lattice(shard).nbytes:
-        return _Plain(source, shard, shard.span.start + item.start, item)
+        if not in_order:
+            verify(source, shard, item, scratch)
+        return _Plain(source, shard, shard.span.start + item.start, item, checked=not in_order)
     return _Strided(source, shard, item, scratch)
 
 
@@ -134,26 +113,47 @@ def _compare(item: TorchItem, shard: Shard, url: str) -> None:
 class _Plain:
     """Bytes that lie in the file as they are wanted, but perhaps to be put right in place."""
 
-    def __init__(self, source: Source, shard: Shard, start: int, item: TorchItem | None = None) -> None:
+    def __init__(
+        self, source: Source, shard: Shard, start: int, item: TorchItem | None = None, *, checked: bool = False
+    ) -> None:
         self._source, self._shard, self._start, self._item = source, shard, start, item
+        self._checked = checked
         self._parts: list[tuple[int, int, int]] = []
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         self._source.read_into(self._shard.span.path, self._start + start, buffer)
         if self._item is not None:
-            if self._item.crc32 is not None:
+            if self._item.crc32 is not None and not self._checked:
                 self._parts.append((start, start + len(buffer), crc32(buffer)))
             put_right(self._item, np.frombuffer(buffer, np.uint8))
 
     def check(self) -> SourceCheck:
         if self._item is None or self._item.crc32 is None:
             return SourceCheck(unchecked=1)
+        if self._checked:
+            return SourceCheck(verified=1)
         size, stated = self._item.storage_bytes, self._item.crc32
         parts = combine_parts(self._parts)
         if [part[:2] for part in parts] != [(0, size)]:
             return SourceCheck(parts=tuple(CrcPart(str(self._shard.span), *part, size, stated) for part in parts))
         compare_crc(parts[0][2], self._item, f"{self._source.url}: {self._shard}")
         return SourceCheck(verified=1)
+
+
+def verify(source: Source, shard: Shard, item: TorchItem, scratch: memoryview) -> None:
+    """Read an item's whole payload for its CRC-32, a scratch full at a time.
+
+    Raises:
+        CorruptFile: It is not the one that the item states.
+    """
+    if item.crc32 is None:
+        return
+    crc = 0
+    for start in range(0, item.storage_bytes, len(scratch)):
+        part = scratch[: item.storage_bytes - start]
+        source.read_into(shard.span.path, shard.span.start + item.start + start, part)
+        crc = crc32(part, crc)
+    compare_crc(crc, item, f"{source.url}: {shard}")
 
 
 def compare_crc(found: int, item: TorchItem, where: str) -> None:
@@ -182,18 +182,7 @@ class _Strided:
         self._source, self._shard, self._item, self._scratch = source, shard, item, scratch
         self._base = shard.span.start + item.start
         self._lattice = Lattice(item.unit_bytes, item.unit_shape)
-        self._verify()
-
-    def _verify(self) -> None:
-        """Read the whole storage once for its CRC-32, a scratch full at a time."""
-        if self._item.crc32 is None:
-            return
-        crc = 0
-        for start in range(0, self._item.storage_bytes, len(self._scratch)):
-            part = self._scratch[: self._item.storage_bytes - start]
-            self._source.read_into(self._shard.span.path, self._base + start, part)
-            crc = crc32(part, crc)
-        compare_crc(crc, self._item, f"{self._source.url}: {self._shard}")
+        verify(source, shard, item, scratch)
 
     def _fetch(self, start: int, buffer: memoryview) -> None:
         self._source.read_into(self._shard.span.path, self._base + start, buffer)
@@ -212,31 +201,6 @@ class _Strided:
 
     def check(self) -> SourceCheck:
         return SourceCheck(unchecked=1) if self._item.crc32 is None else SourceCheck(verified=1)
-
-
-@dataclass(frozen=True, slots=True)
-class Strides:
-    """A strided box of items in a run of them."""
-
-    offset: int
-    """First item."""
-    shape: tuple[int, ...]
-    """Extents."""
-    strides: tuple[int, ...]
-    """Items from one index to the next; none is negative."""
-
-    @property
-    def reach(self) -> int:
-        """Items from the first to the last, both counted."""
-        return 1 + sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
-
-    @property
-    def dense(self) -> bool:
-        """Whether the items lie one behind the other in row-major order."""
-        return all(
-            extent == 1 or stride == step
-            for extent, stride, step in zip(self.shape, self.strides, row_major(self.shape), strict=True)
-        )
 
 
 def gather_strided(fetch: Fetch, view: Strides, out: Array, *, scratch: memoryview) -> None:

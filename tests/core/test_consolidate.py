@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import FileStamp, Shard, Span, TensorSpec
-from hfdcp_core.consolidate import consolidate, lattice_box, windows
+from hfdcp_core.consolidate import consolidate
 from hfdcp_core.errors import Cancelled, CorruptFile, PlanError, SourceChanged, StorageNotFound
 from hfdcp_core.ops import EMPTY_DIGEST, digest_text, extend_digest
 from hfdcp_core.plan import Copy, FilePlan, Read, row_major
-from hfdcp_core.read import Lattice
 from hfdcp_core.state import Cancellation
 from hfdcp_core.store import Sink, open_store
+from hfdcp_core.windows import Lattice, lattice_box, windows
 
 DTYPES = {"U8": np.uint8, "I16": np.int16, "F32": np.float32, "C64": np.complex64}
 

@@ -18,8 +18,9 @@ from hfdcp_core.box import Box
 from hfdcp_core.catalog import TORCH_SAVE, Shard, Span
 from hfdcp_core.errors import CorruptFile
 from hfdcp_core.manifest import CrcPart, SourceCheck
-from hfdcp_core.read import Strides, boxes_of_run, gather_strided, open_payload, page_aligned
+from hfdcp_core.read import boxes_of_run, gather_strided, open_payload, page_aligned
 from hfdcp_core.store import Sink, open_store
+from hfdcp_core.windows import Strides
 
 SCRATCH = 256
 

@@ -1,0 +1,215 @@
+"""Cut a file into windows, and find the copies that fill each: the arithmetic of consolidating, without a byte.
+
+A *window* is a few MiB of consecutive bytes of the file: whole rows of a tensor, or a part of one row where a row is
+larger, or many small tensors. Everything here counts on the *lattice* of a tensor, whose items are whole bytes, so
+that packed kinds (F4, F6) need no special case.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from hfdcp_core.box import Box
+from hfdcp_core.catalog import Shard, TensorSpec
+from hfdcp_core.dtypes import dtype_named
+from hfdcp_core.errors import PlanError
+from hfdcp_core.plan import Copy, FilePlan, row_major
+
+
+@dataclass(frozen=True, slots=True)
+class Lattice:
+    """How the elements of a dtype and shape are addressed: in whole bytes, sub-byte kinds by the byte."""
+
+    itemsize: int
+    """Bytes of one addressed item."""
+    shape: tuple[int, ...]
+    """Items in each dimension."""
+
+    @classmethod
+    def of(cls, dtype: str, shape: tuple[int, ...]) -> Lattice:
+        """Return the lattice of a tensor or of a box of one."""
+        bits = dtype_named(dtype).bits
+        if bits >= 8:
+            return cls(bits // 8, shape)
+        return cls(1, (*shape[:-1], shape[-1] * bits // 8))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all items."""
+        return self.itemsize * math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive bytes of one tensor that are one box of it."""
+
+    tensor: int
+    """Index into `FilePlan.tensors`."""
+    box: Box
+    """Which items, on the tensor's lattice."""
+    nbytes: int
+    """How many bytes."""
+
+
+Window = tuple[Piece, ...]
+"""Consecutive pieces of a file that are made together."""
+
+
+def windows(tensors: Iterable[TensorSpec], window_bytes: int) -> Iterator[Window]:
+    """Cut the data of a file into windows of at most ``window_bytes`` (but at least one item each).
+
+    >>> tensors = [TensorSpec("U8", (3, 4)), TensorSpec("U8", (2,))]
+    >>> [[piece.nbytes for piece in window] for window in windows(tensors, 8)]
+    [[8], [4, 2]]
+    """
+    window: list[Piece] = []
+    size = 0
+    for number, spec in enumerate(tensors):
+        for piece in _pieces(number, Lattice.of(spec.dtype, spec.shape), window_bytes):
+            if window and size + piece.nbytes > window_bytes:
+                yield tuple(window)
+                window, size = [], 0
+            window.append(piece)
+            size += piece.nbytes
+    if window:
+        yield tuple(window)
+
+
+def _pieces(tensor: int, lattice: Lattice, window_bytes: int) -> Iterator[Piece]:
+    """Cut a tensor along the first dimension whose rows fit a window; every dimension before it item by item."""
+    shape = lattice.shape
+    if lattice.nbytes == 0:
+        return
+    if lattice.nbytes <= window_bytes or not shape:
+        yield Piece(tensor, Box.whole(shape), lattice.nbytes)
+        return
+    axis = 0
+    while axis < len(shape) - 1 and math.prod(shape[axis + 1 :]) * lattice.itemsize > window_bytes:
+        axis += 1
+    row = math.prod(shape[axis + 1 :]) * lattice.itemsize
+    step = max(1, window_bytes // row)
+    for outer in itertools.product(*map(range, shape[:axis])):
+        for start in range(0, shape[axis], step):
+            rows = min(step, shape[axis] - start)
+            offset = (*outer, start, *itertools.repeat(0, len(shape) - axis - 1))
+            yield Piece(tensor, Box(offset, (*(1 for _ in outer), rows, *shape[axis + 1 :])), rows * row)
+
+
+class Copies:
+    """Finds the copies that meet a box of a tensor, without looking at all of them."""
+
+    def __init__(self, plan: FilePlan) -> None:
+        self._tables = [_CopyTable(spec) for _, spec in plan.tensors]
+        for copy in plan.copies:
+            self._tables[copy.tensor].add(copy)
+        for table in self._tables:
+            table.sort()
+
+    def meeting(self, piece: Piece) -> Iterator[tuple[Copy, Box, Box]]:
+        """Yield each copy with its box and the part of it that lies in the piece, both on the tensor's lattice."""
+        return self._tables[piece.tensor].meeting(piece.box)
+
+
+class _CopyTable:
+    """The copies of one tensor, by the start of their boxes in the first dimension."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self._dtype = spec.dtype
+        self._rows: list[tuple[Box, Copy]] = []
+        self._starts: list[int] = []
+        self._longest = 0
+
+    def add(self, copy: Copy) -> None:
+        self._rows.append((lattice_box(self._dtype, copy.box), copy))
+
+    def sort(self) -> None:
+        self._rows.sort(key=lambda row: row[0].offset)
+        self._starts = [box.offset[0] if box.offset else 0 for box, _ in self._rows]
+        self._longest = max((box.shape[0] for box, _ in self._rows if box.shape), default=1)
+
+    def meeting(self, wanted: Box) -> Iterator[tuple[Copy, Box, Box]]:
+        start, stop = (wanted.offset[0], wanted.stop[0]) if wanted.offset else (0, 1)
+        low = bisect.bisect_right(self._starts, start - self._longest)
+        for box, copy in self._rows[low : bisect.bisect_left(self._starts, stop)]:
+            if shared := box.intersect(wanted):
+                yield copy, box, shared
+
+
+def lattice_box(dtype: str, box: Box) -> Box:
+    """Return a box on the lattice of its dtype: packed kinds count bytes in the last dimension.
+
+    Raises:
+        PlanError: The box begins or ends inside a byte.
+
+    >>> lattice_box("F4", Box((2, 4), (3, 8)))
+    Box(offset=(2, 2), shape=(3, 4))
+    """
+    bits = dtype_named(dtype).bits
+    if bits >= 8:
+        return box
+    if box.offset[-1] * bits % 8 or box.shape[-1] * bits % 8:
+        raise PlanError(f"{box} of {dtype} begins or ends inside a byte, so it cannot be copied")
+    return Box((*box.offset[:-1], box.offset[-1] * bits // 8), (*box.shape[:-1], box.shape[-1] * bits // 8))
+
+
+@dataclass(frozen=True, slots=True)
+class Strides:
+    """A strided box of items in a run of them."""
+
+    offset: int
+    """First item."""
+    shape: tuple[int, ...]
+    """Extents."""
+    strides: tuple[int, ...]
+    """Items from one index to the next; none is negative."""
+
+    @property
+    def reach(self) -> int:
+        """Items from the first to the last, both counted."""
+        return 1 + sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def dense(self) -> bool:
+        """Whether the items lie one behind the other in row-major order."""
+        return all(
+            extent == 1 or stride == step
+            for extent, stride, step in zip(self.shape, self.strides, row_major(self.shape), strict=True)
+        )
+
+    def part(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> Strides:
+        """Return a box of this one."""
+        first = self.offset + sum(a * b for a, b in zip(offset, self.strides, strict=True))
+        return Strides(first, shape, self.strides)
+
+
+def view_of(copy: Copy, shard: Shard) -> Strides:
+    """Return which items of a shard a copy takes, on the lattice of its dtype.
+
+    Raises:
+        PlanError: A packed kind is to be taken in another order than it lies in.
+    """
+    read, box = copy.read, copy.box
+    if dtype_named(shard.dtype).bits >= 8:
+        return Strides(read.offset, box.shape, read.strides)
+    if read.strides != row_major(shard.box.shape):
+        raise PlanError(f"{shard}: {shard.dtype} can only be copied as it lies")
+    taken = lattice_box(shard.dtype, Box(_index(read.offset, shard.box.shape), box.shape))
+    strides = row_major(lattice_box(shard.dtype, Box.whole(shard.box.shape)).shape)
+    return Strides(0, taken.shape, strides).part(taken.offset, taken.shape)
+
+
+def _index(number: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return where the element of a row-major number lies.
+
+    >>> _index(7, (2, 5))
+    (1, 2)
+    """
+    index = []
+    for extent in reversed(shape):
+        number, inside = divmod(number, extent)
+        index.append(inside)
+    return tuple(reversed(index))
