@@ -32,7 +32,7 @@ RANKS = (
     ("recipe",),
     ("layout",),
     ("plan",),
-    ("wire",),
+    ("wire", "windows"),
     ("job",),
     ("storage_options", "descriptors", "lease", "store_base"),
     ("file_lock", "fsspec_upload"),
