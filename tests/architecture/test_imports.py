@@ -63,7 +63,7 @@ PARTS = {
 """Modules behind another one: the rest of the core imports that one, never them; its doors are theirs."""
 WHOLE = {part: concept for concept, parts in PARTS.items() for part in parts}
 
-PURE = tuple(name for rank in RANKS[: RANKS.index(("wire",)) + 1] for name in rank)
+PURE = tuple(name for rank in RANKS[: RANKS.index(("job",))] for name in rank)
 """Values and bytes in, values and bytes out."""
 IMPURE = frozenset({"os", "pathlib", "tempfile", "time", "threading", "asyncio", "logging", "fsspec", "torch"})
 """What the pure half never imports."""
