@@ -110,6 +110,18 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
+class ObjectItem:
+    """An entry that is no tensor, and the item that holds it: a ``torch.save`` archive of some pickled object."""
+
+    name: str
+    """Its name, as the entry in `Catalog.skipped` has it."""
+    span: Span
+    """The whole item."""
+    encoding: str = TORCH_SAVE
+    """How the archive lies in the span."""
+
+
+@dataclass(frozen=True, slots=True)
 class Catalog:
     """The tensors of a checkpoint, the shards they lie in, and the files that hold them.
 
@@ -133,6 +145,8 @@ class Catalog:
     """Where the writer stated it: the keys of the nested state dict that lead to a tensor, its own name last."""
     unproved: str | None = None
     """Why a lost shard could go unseen: nothing states the global shapes. None where they are stated."""
+    objects: tuple[ObjectItem, ...] = ()
+    """Where the entries lie that are no tensors, for those of which the checkpoint says it."""
 
     def __post_init__(self) -> None:
         """Refuse shards that cannot belong to their tensor."""

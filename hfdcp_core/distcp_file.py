@@ -6,7 +6,8 @@ not looked at. Nothing of torch is imported, and no tensor is unpickled: its pay
 
 - `distcp_scan`: which opcodes a pickle may use, and dictionaries as flat lists;
 - `distcp_records`, `distcp_metadata`: the inert records, and what a ``.metadata`` says with them;
-- `distcp_zip`, `distcp_item`: the zip directory of an item, and where its payload lies.
+- `distcp_zip`, `distcp_item`: the zip directory of an item, and where its payload lies;
+- `distcp_object`: the plain value that an item holds which is no tensor, read without any unpickler.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from contextlib import contextmanager
 from hfdcp_core import distcp_records as records
 from hfdcp_core.distcp_item import StorageRef, TensorRef, TorchItem, item_of
 from hfdcp_core.distcp_metadata import DcpMetadata, metadata_of
+from hfdcp_core.distcp_object import TENSORS, ObjectContent, read_object
 from hfdcp_core.distcp_scan import Rules, disarm
 from hfdcp_core.dtypes import NOT_IN_SAFETENSORS, TABLE
 from hfdcp_core.errors import CorruptFile, HfdcpError, UnsafePickle
 
-__all__ = ["DcpMetadata", "TorchItem", "read_item", "read_metadata"]
+__all__ = ["TENSORS", "DcpMetadata", "ObjectContent", "TorchItem", "read_item", "read_metadata", "read_object"]
 
 MOST_METADATA_BYTES = 1 << 29
 """About four million shards. A hostile pickle may take some eighty times its size in memory, an honest one twelve."""

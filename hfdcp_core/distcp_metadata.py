@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from operator import add, le
 
 from hfdcp_core.box import Box
-from hfdcp_core.catalog import TORCH_SAVE, Shard, Skipped, Span, TensorSpec
+from hfdcp_core.catalog import TORCH_SAVE, ObjectItem, Shard, Skipped, Span, TensorSpec
 from hfdcp_core.distcp_records import (
     BytesRecord,
     ChunkRecord,
@@ -61,6 +61,8 @@ class DcpMetadata:
     """Tensors that cannot be converted, and why; ``tensors`` and ``shards`` do not have them."""
     extents: Mapping[str, int] = field(default_factory=dict)
     """Every file that holds an item, and where its last item ends: as long as the file must be."""
+    objects: tuple[ObjectItem, ...] = ()
+    """The items of the entries that hold no tensor; one that is stored transformed is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class _Items:
     """Names of entries that are no tensors, or that cannot be converted."""
     unsupported: dict[str, str]
     extents: dict[str, int]
+    objects: list[ObjectItem] = field(default_factory=list)
 
 
 def metadata_of(loaded: object, *, where: str, budget: int) -> DcpMetadata:
@@ -109,6 +112,7 @@ def metadata_of(loaded: object, *, where: str, budget: int) -> DcpMetadata:
         save_id=_save_id(fields, notes),
         unsupported={_printable(fqn): reason for fqn, reason in unsupported.items()},
         extents=items.extents,
+        objects=tuple(items.objects),
     )
 
 
@@ -192,6 +196,8 @@ def _shards(fields: Fields, value: object, items: _Items) -> Iterator[Shard]:
         if tensor is None:
             if name not in items.others:
                 fields.fail("an item of it is stored, but state_dict_metadata does not have it")
+            if name not in items.unsupported and not transforms:
+                items.objects.append(ObjectItem(_printable(name), span))
             continue
         box = _claim(fields, tensor, offset)
         if transforms:

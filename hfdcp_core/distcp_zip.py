@@ -88,14 +88,14 @@ class Item:
         return self.read(max(0, self.length - size), self.length)
 
 
-def directory(item: Item) -> Mapping[str, Record]:
-    """Return the records of an archive by name.
+def directory(item: Item, *, most: int = _MOST_DIRECTORY_BYTES) -> Mapping[str, Record]:
+    """Return the records of an archive by name; its directory may take ``most`` bytes.
 
     Raises:
         CorruptFile: It is no archive, is damaged, or has records that are compressed, encrypted or overlap.
     """
     start, size, count = _find_directory(item)
-    if size > _MOST_DIRECTORY_BYTES or count * _ENTRY.size > size:
+    if size > most or count * _ENTRY.size > size:
         item.fail(f"a zip directory of {count} records in {size} bytes")
     raw = item.read(start, start + size)
     records: dict[str, Record] = {}

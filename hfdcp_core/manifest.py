@@ -9,6 +9,10 @@ MANIFEST_PATH = "hfdcp-manifest.json"
 """Name of the manifest, in a sink and in a repository."""
 INDEX_PATH = "model.safetensors.index.json"
 """Name of the Hugging Face index."""
+EXTRA_PATH = "hfdcp-extra.json"
+"""Name of the file with the entries that are no tensors but plain values."""
+CONFIG_PATH = "config.json"
+"""Name of a model's config, in a repository and beside a checkpoint."""
 STATE_FOLDER = ".hfdcp"
 """Folder of our own state in a sink; never published."""
 
@@ -89,6 +93,8 @@ class Manifest:
     """Versions of what wrote it."""
     checks: tuple[str, ...] = ()
     """What was checked before the manifest was written."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that were left out because the config ties them to another one of the same bytes: name and kept name."""
 
     @property
     def files(self) -> tuple[FileRecord, ...]:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from hfdcp_core.box import Box
-from hfdcp_core.catalog import Catalog, FileStamp, Shard, Skipped, Span, TensorSpec
+from hfdcp_core.catalog import Catalog, FileStamp, ObjectItem, Shard, Skipped, Span, TensorSpec
 from hfdcp_core.errors import HfdcpError, ValidationError
 from hfdcp_core.manifest import Manifest
 from hfdcp_core.plan import Copy, FilePlan, Read, row_major
@@ -227,7 +227,7 @@ def _decompress(kind: str, raw: bytes) -> dict[str, Any]:
 def dump_catalog(catalog: Catalog) -> bytes:
     """Write a catalog, compressed."""
     plain = {name: encode(getattr(catalog, name)) for name in ("format", "tensors", "files", "skipped")}
-    rest = {name: encode(getattr(catalog, name)) for name in ("nesting", "unproved", "unsupported")}
+    rest = {name: encode(getattr(catalog, name)) for name in ("nesting", "unproved", "unsupported", "objects")}
     return _compress("catalog", {**plain, **rest, "shards": _shard_table(catalog.shards)})
 
 
@@ -248,6 +248,7 @@ def load_catalog(raw: bytes) -> Catalog:
             nesting=decode(Mapping[str, tuple[str, ...]], body["nesting"]),
             unproved=decode(str | None, body["unproved"]),
             unsupported=decode(Mapping[str, str], body["unsupported"]),
+            objects=decode(tuple[ObjectItem, ...], body["objects"]),
         )
     except _BAD as error:
         raise ValidationError(f"not a readable catalog: {error}") from error

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hfdcp_core import wire
 from hfdcp_core.box import Box
-from hfdcp_core.catalog import RAW, TORCH_SAVE, Catalog, FileStamp, Shard, Skipped, Span, TensorSpec
+from hfdcp_core.catalog import RAW, TORCH_SAVE, Catalog, FileStamp, ObjectItem, Shard, Skipped, Span, TensorSpec
 from hfdcp_core.dtypes import TABLE
 from hfdcp_core.errors import ValidationError
 from hfdcp_core.manifest import CrcPart, FileRecord, Manifest, SourceCheck
@@ -50,6 +50,7 @@ MANIFESTS = st.builds(
     skipped=many(TEXT),
     tools=st.dictionaries(TEXT, TEXT, max_size=3),
     checks=many(TEXT),
+    tied=st.dictionaries(TEXT, TEXT, max_size=2),
 )
 
 
@@ -75,6 +76,7 @@ def catalogs(draw: st.DrawFn) -> Catalog:
         unsupported=draw(st.dictionaries(TEXT, TEXT, max_size=2)),
         nesting=draw(st.dictionaries(TEXT, many(TEXT), max_size=2)),
         unproved=draw(st.none() | TEXT),
+        objects=draw(many(st.builds(ObjectItem, TEXT, st.builds(Span, TEXT, st.just(3), COUNT.map(lambda n: n + 3))))),
     )
 
 
@@ -218,6 +220,7 @@ CATALOG = Catalog(
     {"q": "quantised"},
     {"a": ("a",)},
     "nothing proves it",
+    (ObjectItem("step", Span("f", 16, 20)),),
 )
 PLAN = FilePlan(
     path="model.safetensors",
@@ -284,7 +287,10 @@ def test_the_whole_documents_are_read() -> None:
 
 FREE = {"tensors", "tools", "nesting", "unsupported"}
 """Mappings from names: without one of them a document is another right one."""
-LISTS = {"files", "skipped", "stamps", "records", "extra_files", "parts", "include", "exclude", "checks", "views", "a"}
+LISTS = {
+    *("files", "skipped", "objects", "stamps", "records", "extra_files", "parts", "include", "exclude"),
+    *("checks", "views", "a"),
+}
 """Lists that may be shorter: without an item a document is another right one."""
 
 
