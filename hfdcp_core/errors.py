@@ -40,10 +40,10 @@ SHOWN_PROBLEMS = 20
 
 
 class HfdcpError(Exception):
-    """Any fault that hfdcp tells apart.
+    r"""Any fault that hfdcp tells apart.
 
     >>> str(PlanError("cannot reshard", ["a: hole at [0:2]", "b: unknown name"]))
-    'cannot reshard\\n  - a: hole at [0:2]\\n  - b: unknown name'
+    'cannot reshard\n  - a: hole at [0:2]\n  - b: unknown name'
     >>> PlanError.exit_status, StorageError.retryable, NoSpace.retryable
     (4, True, False)
     """
