@@ -1,18 +1,25 @@
-"""Lay out what is wanted: which tensor goes into which file, where, under what file name.
+"""Lay out what is wanted: which box of which tensor goes into which file, where, under what file name.
 
-The result is a catalog again: one whole box for each tensor, in files named as Hugging Face names them. Files are
-filled in the checkpoint's order, so that layers stay together; inside a file the tensors lie by item size, largest
-first, then by name, so that every one is aligned without a hole.
+The result is a catalog again. Two layouts:
+
+- `lay_out`: one whole box for each tensor, in files named as Hugging Face names them. Files are filled in the
+  checkpoint's order, so that layers stay together.
+- `lay_out_for_ranks`: one file for each rank of a training, as torch's ``HuggingFaceStorageWriter`` shards a model with
+  ``save_distributed=True``; torch's own reader takes it. What torch leaves unsaid, the whole shapes and the number of
+  ranks, is in a header key of ours, so that a lost file is noticed.
+
+Inside a file the tensors lie by item size, largest first, then by name, so that every one is aligned without a hole.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hfdcp_core.box import Box
-from hfdcp_core.catalog import Catalog, Shard, Span
+from hfdcp_core.catalog import Catalog, Shard, Span, TensorSpec
 from hfdcp_core.dtypes import dtype_named
 from hfdcp_core.errors import SHOWN_PROBLEMS, PlanError
 from hfdcp_core.recipe import Definition
@@ -20,6 +27,23 @@ from hfdcp_core.safetensors_file import file_names, write_header, write_index
 
 METADATA: Mapping[str, str] = {"format": "pt"}
 """What loaders insist on in a header's ``__metadata__``."""
+SHARDING_KEY = "HFDCP_INFO"
+"""Header key of ours in a rank's file: which rank of how many, and the whole shapes of its tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor that lies in one file."""
+
+    definition: Definition
+    """The tensor."""
+    box: Box
+    """Which of its elements."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """What the file's header says of it."""
+        return TensorSpec(self.definition.spec.dtype, self.box.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +56,13 @@ class TargetFile:
     """All bytes before the data."""
     size: int
     """Bytes of the whole file."""
-    tensors: tuple[Definition, ...]
+    parts: tuple[Part, ...]
     """What it holds, in the order of the data."""
+
+    @property
+    def tensors(self) -> tuple[Definition, ...]:
+        """The tensors that it holds, whole or in part."""
+        return tuple(part.definition for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +94,8 @@ def lay_out(
     """
     definitions = tuple(definitions)
     groups = _by_size(definitions, max_file_size) if file_index is None else _by_index(definitions, file_index)
-    files = tuple(_file(path, group) for path, group in zip(file_names(len(groups)), groups, strict=True))
+    whole = [[Part(definition, Box.whole(definition.spec.shape)) for definition in group] for group in groups]
+    files = tuple(_file(path, group) for path, group in zip(file_names(len(groups)), whole, strict=True))
     total = sum(definition.spec.nbytes for definition in definitions)
     return Target(_catalog(definitions, files), files, _index(files, total), total)
 
@@ -101,19 +131,74 @@ def _by_index(definitions: tuple[Definition, ...], file_index: Mapping[str, int]
     return groups
 
 
-def _file(path: str, group: list[Definition]) -> TargetFile:
-    ordered = tuple(sorted(group, key=lambda d: (-dtype_named(d.spec.dtype).bits, d.fqn)))
-    header, entries = write_header({d.fqn: d.spec for d in ordered}, metadata=METADATA)
+def lay_out_for_ranks(definitions: Iterable[Definition], *, ranks: int, dim: int) -> Target:
+    """Cut every tensor along one dimension, a part for each rank, as torch's ``Shard(dim)`` does.
+
+    A tensor without that dimension lies whole with the first rank. A rank for which nothing is left has a file all the
+    same, so that its absence tells of a loss.
+
+    Args:
+        definitions: The wanted tensors.
+        ranks: How many files.
+        dim: The dimension that is cut; negative ones count from the last.
+    """
+    definitions = tuple(definitions)
+    cut = [[Part(definition, box) for box in _boxes(definition.spec, ranks, dim)] for definition in definitions]
+    files = []
+    for rank in range(ranks):
+        group = [parts[rank] for parts in cut if rank < len(parts) and (parts[rank].box.volume or len(parts) == 1)]
+        files.append(_file(shard_name(rank + 1), group, _sharding(group, rank=rank + 1, ranks=ranks)))
+    total = sum(definition.spec.nbytes for definition in definitions)
+    return Target(_catalog(definitions, files), tuple(files), None, total)
+
+
+def shard_name(rank: int, part: int = 1, count: int = 1) -> str:
+    """Return what torch calls a file of a rank, counted from 1.
+
+    >>> shard_name(2)
+    'shard-00002-model-00001-of-00001.safetensors'
+    """
+    return f"shard-{rank:05d}-model-{part:05d}-of-{count:05d}.safetensors"
+
+
+def _boxes(spec: TensorSpec, ranks: int, dim: int) -> list[Box]:
+    """Return the box of each rank, or the whole one where the tensor has no such dimension, or no element."""
+    axes = len(spec.shape)
+    if not -axes <= dim < axes or 0 in spec.shape:
+        return [Box.whole(spec.shape)]
+    axis = dim % axes
+    packed = dtype_named(spec.dtype).packed if axis == axes - 1 else 1
+    step = -(-spec.shape[axis] // packed // ranks) * packed
+    return [_slab(spec.shape, axis, rank * step, (rank + 1) * step) for rank in range(ranks)]
+
+
+def _slab(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Box:
+    start, stop = min(start, shape[axis]), min(stop, shape[axis])
+    offset = (*(0 for _ in shape[:axis]), start, *(0 for _ in shape[axis + 1 :]))
+    return Box(offset, (*shape[:axis], stop - start, *shape[axis + 1 :]))
+
+
+def _sharding(group: Iterable[Part], *, rank: int, ranks: int) -> Mapping[str, str]:
+    """Say in a header which boxes the file holds, for torch and for us."""
+    parts = {part.definition.fqn: part for part in group}
+    offsets = {fqn: {"saved_offsets": part.box.offset} for fqn, part in parts.items()}
+    whole = {"rank": rank, "ranks": ranks, "shapes": {fqn: part.definition.spec.shape for fqn, part in parts.items()}}
+    return {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", **METADATA, SHARDING_KEY: json.dumps(whole)}
+
+
+def _file(path: str, group: Iterable[Part], metadata: Mapping[str, str] = METADATA) -> TargetFile:
+    ordered = tuple(sorted(group, key=lambda p: (-dtype_named(p.spec.dtype).bits, p.definition.fqn)))
+    header, entries = write_header({part.definition.fqn: part.spec for part in ordered}, metadata=metadata)
     return TargetFile(path, header, len(header) + sum(entry.stop - entry.start for entry in entries), ordered)
 
 
-def _catalog(definitions: tuple[Definition, ...], files: tuple[TargetFile, ...]) -> Catalog:
+def _catalog(definitions: tuple[Definition, ...], files: Iterable[TargetFile]) -> Catalog:
     shards: list[Shard] = []
     for file in files:
         start = len(file.header)
-        for fqn, spec in ((d.fqn, d.spec) for d in file.tensors):
-            span = Span(file.path, start, start + spec.nbytes)
-            shards.append(Shard(fqn, spec.dtype, Box.whole(spec.shape), span))
+        for part in file.parts:
+            span = Span(file.path, start, start + part.spec.nbytes)
+            shards.append(Shard(part.definition.fqn, part.spec.dtype, part.box, span))
             start = span.stop
     return Catalog("safetensors", {d.fqn: d.spec for d in definitions}, tuple(shards))
 

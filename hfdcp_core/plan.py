@@ -135,7 +135,8 @@ def reshard(source: Catalog, target: Target, *, window_bytes: int) -> Plan:
     by_name = _shards_by_name(source)
     problems: list[str] = []
     chosen: dict[str, list[Shard]] = {}
-    for definition in itertools.chain.from_iterable(file.tensors for file in target.files):
+    wanted = {definition.fqn: definition for file in target.files for definition in file.tensors}
+    for definition in wanted.values():
         found = _mismatches(definition, source, by_name)
         if not found:
             chosen[definition.fqn], found = tile(definition.spec, by_name.get(definition.source, ()))
@@ -265,22 +266,30 @@ def _left(piece: Box, shards: Iterable[Shard]) -> list[Box]:
 def _file_plan(
     file: TargetFile, chosen: dict[str, list[Shard]], stamps: dict[str, FileStamp], window_bytes: int
 ) -> FilePlan:
-    owned = [(n, shard) for n, definition in enumerate(file.tensors) for shard in chosen[definition.fqn]]
-    shards = [shard for _, shard in owned]
+    filled = [(n, part, shard) for n, part in enumerate(file.parts) for shard in chosen[part.definition.fqn]]
+    taken = [(n, part, shard, shared) for n, part, shard in filled if (shared := shard.box.intersect(part.box))]
+    shards = tuple(shard for _, _, shard, _ in taken)
     copies = tuple(
-        Copy(position, shard.box, Read(number, 0, row_major(shard.box.shape)))
-        for number, (position, shard) in enumerate(owned)
+        Copy(position, shared.relative_to(part.box), _read(number, shard, shared))
+        for number, (position, part, shard, shared) in enumerate(taken)
     )
     return FilePlan(
         path=file.path,
         header=file.header,
         size=file.size,
-        tensors=tuple((definition.fqn, definition.spec) for definition in file.tensors),
-        shards=tuple(shards),
+        tensors=tuple((part.definition.fqn, part.spec) for part in file.parts),
+        shards=shards,
         copies=copies,
         stamps=tuple(stamps[path] for path in sorted({shard.span.path for shard in shards} & stamps.keys())),
         window_bytes=window_bytes,
     )
+
+
+def _read(number: int, shard: Shard, shared: Box) -> Read:
+    """Return the view of a shard that is a box inside it."""
+    strides = row_major(shard.box.shape)
+    inside = shared.relative_to(shard.box).offset
+    return Read(number, sum(a * b for a, b in zip(inside, strides, strict=True)), strides)
 
 
 def stamps_digest(stamps: Iterable[FileStamp]) -> str:
