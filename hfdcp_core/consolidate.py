@@ -42,6 +42,23 @@ class Creator(Protocol):
         ...
 
 
+class Nowhere:
+    """A sink that keeps nothing: what is made into it is only hashed."""
+
+    def create(self, _path: str, _size: int) -> Nowhere:
+        """Begin a file that nobody will see."""
+        return self
+
+    def write(self, buffer: memoryview) -> None:
+        """Forget the bytes."""
+
+    def commit(self) -> None:
+        """Do nothing: there is nothing to show."""
+
+    def abort(self) -> None:
+        """Do nothing: there is nothing to remove."""
+
+
 def consolidate(
     plan: FilePlan,
     source: Source,

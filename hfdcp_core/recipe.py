@@ -110,7 +110,9 @@ def select(catalog: Catalog, *, include: Iterable[str] = (), exclude: Iterable[s
     include, exclude = tuple(include), tuple(exclude)
     names = (*catalog.tensors, *catalog.unsupported)
     if not names:
-        raise PlanError("the checkpoint holds no tensor")
+        raise PlanError(
+            "the checkpoint holds no tensor", [f"{entry.name}: {entry.reason}" for entry in catalog.skipped]
+        )
     _refuse_idle_patterns(names, (*include, *exclude))
     reasons = {} if include else _reasons_to_skip(names, catalog)
     for name in names:
@@ -139,7 +141,7 @@ def _reasons_to_skip(names: tuple[str, ...], catalog: Catalog) -> dict[str, str]
     if catalog.format == "safetensors":
         return reasons  # a folder of weight files: a model may have a child called `scheduler`
     for name in names:
-        if reason := _why_no_weight(nesting_of(catalog, name)):
+        if reason := why_no_weight(nesting_of(catalog, name)):
             reasons[name] = reason
     roots = {name: _root(nesting_of(catalog, name)) for name in names if name not in reasons}
     if any(MODEL_KEYS.intersection(root) for root in roots.values()):
@@ -150,7 +152,7 @@ def _reasons_to_skip(names: tuple[str, ...], catalog: Catalog) -> dict[str, str]
     return reasons
 
 
-def _why_no_weight(path: tuple[str, ...]) -> str | None:
+def why_no_weight(path: tuple[str, ...]) -> str | None:
     """Say why a path is no weight: by its outer keys, or, where the writer stated none, by its first segment."""
     outer = path[:-1] or path[0].split(".")[:1]
     in_model = len(path) == 1

@@ -68,6 +68,12 @@ def load_manifest(raw: bytes) -> Manifest:
     return loads("manifest", Manifest, raw)
 
 
+def dump_extra(values: Mapping[str, object]) -> bytes:
+    """Write what JSON already has the types for: the entries of a checkpoint that are no tensors, by name."""
+    document = {"hfdcp": "extra", "version": VERSION, "value": dict(values)}
+    return (json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode(errors=_SURROGATES)
+
+
 def _wrap(kind: str, body: Json) -> dict[str, Json]:
     return {"hfdcp": kind, "version": VERSION, "value": body}
 
