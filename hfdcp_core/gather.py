@@ -2,7 +2,7 @@
 
 The format is told by what is found, never by a name that a user chose:
 
-- ``.metadata``: a distributed checkpoint (DCP);
+- ``.metadata``, or ``__0.metadata`` and so on: a distributed checkpoint (DCP; `hfdcp_core.gather_dcp`);
 - safetensors files with an index that names them: a plain Hugging Face folder;
 - safetensors files whose headers say which box of a tensor they hold (``DCP_SHARDING_INFO``): what torch's
   `HuggingFaceStorageWriter` leaves with ``save_distributed=True``;
@@ -21,14 +21,23 @@ from dataclasses import dataclass, replace
 
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import Catalog, FileStamp, Shard, Skipped, Span, TensorSpec
-from hfdcp_core.distcp_file import read_metadata
-from hfdcp_core.errors import CorruptFile, IncompleteCheckpoint, StorageNotFound, UnknownFormat
+from hfdcp_core.errors import CorruptFile, IncompleteCheckpoint, UnknownFormat
+from hfdcp_core.gather_dcp import gather_dcp, metadata_files
+from hfdcp_core.homes import METADATA
+from hfdcp_core.layout import shard_name
 from hfdcp_core.manifest import INDEX_PATH
-from hfdcp_core.safetensors_file import Header, Index, header_length, parse_header, parse_index, sharding_info
+from hfdcp_core.safetensors_file import (
+    Header,
+    Index,
+    RankInfo,
+    header_length,
+    parse_header,
+    parse_index,
+    rank_info,
+    sharding_info,
+)
 from hfdcp_core.store import Listing, Source
 
-METADATA = ".metadata"
-"""The file that makes a folder a distributed checkpoint."""
 HEADS_IN_FLIGHT = 8
 """Headers that are read at once."""
 COMPARED_BYTES = 4 << 20
@@ -36,12 +45,13 @@ COMPARED_BYTES = 4 << 20
 _SHARD_NAME = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 
 
-def gather(source: Source, *, world_size: int | None = None) -> Catalog:
+def gather(source: Source, *, world_size: int | None = None, deep: bool = False) -> Catalog:
     """List the tensors of a checkpoint and the shards they lie in.
 
     Args:
         source: The folder that holds the checkpoint itself.
         world_size: How many ranks saved it, where nothing in it states the shapes of its tensors.
+        deep: Whether to open every item of a distributed checkpoint, not only those of an unusual length.
 
     Raises:
         UnknownFormat: No checkpoint of a kind that we know lies there.
@@ -52,8 +62,8 @@ def gather(source: Source, *, world_size: int | None = None) -> Catalog:
     """
     listing = source.list()
     stamps = {stamp.path: stamp for stamp in listing.files}
-    if METADATA in stamps:
-        return _gather_dcp(source, stamps)
+    if metadata_files(stamps):
+        return gather_dcp(source, stamps, world_size=world_size, deep=deep)
     weights = [stamp for path, stamp in stamps.items() if path.endswith(".safetensors")]
     if weights:
         return _gather_safetensors(source, stamps, weights, world_size)
@@ -61,66 +71,19 @@ def gather(source: Source, *, world_size: int | None = None) -> Catalog:
 
 
 def _nothing_here(source: Source, listing: Listing) -> UnknownFormat | IncompleteCheckpoint:
+    """Say what is amiss; that a folder below holds a checkpoint, `hfdcp_core.locate` found out before."""
     if any(stamp.path.endswith(".distcp") for stamp in listing.files):
         return IncompleteCheckpoint(
             f"{source.url}: there are .distcp files, but no {METADATA}: the save did not finish, or {METADATA} "
-            "(a hidden file that rank 0 writes last) was not copied along"
+            "(a hidden file that rank 0 writes last) was not copied along; where the ranks wrote to several places, "
+            "name them all (--also URL)"
         )
-    inside = [folder for folder in listing.folders if _looks_like_one(source, folder)]
+    if any(stamp.path == INDEX_PATH for stamp in listing.files):
+        return IncompleteCheckpoint(f"{source.url}: there is {INDEX_PATH}, but none of the files that it names")
     found = ", ".join([stamp.path for stamp in listing.files][:5] + [f"{f}/" for f in listing.folders][:5])
-    hint = f"; there are checkpoints in {', '.join(inside)}: name one of them" if inside else ""
     return UnknownFormat(
-        f"{source.url}: no checkpoint here (no {METADATA}, no *.safetensors); found {found or 'nothing'}{hint}"
+        f"{source.url}: no checkpoint here (no {METADATA}, no *.safetensors); found {found or 'nothing'}"
     )
-
-
-def _looks_like_one(source: Source, folder: str) -> bool:
-    try:
-        files = source.list(folder).files
-    except StorageNotFound:
-        return False
-    return any(stamp.path.endswith((f"/{METADATA}", ".safetensors")) for stamp in files)
-
-
-# ---- distributed checkpoints ----------------------------------------------------------------------------------------
-
-
-def _gather_dcp(source: Source, stamps: Mapping[str, FileStamp]) -> Catalog:
-    raw = source.read(METADATA, 0, stamps[METADATA].size)
-    found = read_metadata(raw, path=f"{source.url}/{METADATA}")
-    files = {path: stamps.get(path) or _stat(source, path) for path in sorted(found.extents)}
-    absent = [path for path, stamp in files.items() if stamp is None]
-    IncompleteCheckpoint.raise_for(
-        f"{source.url}: {METADATA} names files that are not there (shards of other ranks or nodes left behind?)", absent
-    )
-    present = {path: stamp for path, stamp in files.items() if stamp is not None}
-    CorruptFile.raise_for(
-        f"{source.url}: files are not as long as {METADATA} says",
-        [p for path, stamp in present.items() if (p := _wrong_length(stamp, found.extents[path]))],
-    )
-    return Catalog(
-        format="dcp",
-        tensors=found.tensors,
-        shards=found.shards,
-        files=(stamps[METADATA], *present.values()),
-        skipped=found.skipped,
-        nesting=found.nesting,
-        unsupported=found.unsupported,
-    )
-
-
-def _stat(source: Source, path: str) -> FileStamp | None:
-    try:
-        return source.stat(path)
-    except StorageNotFound:
-        return None
-
-
-def _wrong_length(stamp: FileStamp, expected: int) -> str | None:
-    if stamp.size == expected:
-        return None
-    why = "cut short" if stamp.size < expected else f"longer: of another save than {METADATA}"
-    return f"{stamp.path}: {stamp.size} bytes, expected {expected} ({why})"
 
 
 # ---- safetensors ----------------------------------------------------------------------------------------------------
@@ -133,6 +96,7 @@ class _Head:
     stamp: FileStamp
     header: Header
     offsets: Mapping[str, tuple[int, ...]] | None
+    info: RankInfo | None
 
 
 def _read_heads(source: Source, stamps: Iterable[FileStamp]) -> list[_Head]:
@@ -148,7 +112,7 @@ def _read_head(source: Source, stamp: FileStamp) -> _Head:
     if 8 + length > stamp.size:
         raise CorruptFile(f"{where}: the header takes {length} bytes, the file has {stamp.size}")
     header = parse_header(source.read(stamp.path, 0, 8 + length), path=where, file_size=stamp.size)
-    return _Head(stamp, header, sharding_info(header, path=where))
+    return _Head(stamp, header, sharding_info(header, path=where), rank_info(header, path=where))
 
 
 def _gather_safetensors(
@@ -220,9 +184,11 @@ def _sharded(heads: list[_Head], index: Index | None, source: Source, world_size
     shards = _all_shards(heads)
     bare = [head.stamp.path for head in heads if head.offsets is None]
     CorruptFile.raise_for(f"{source.url}: files of another kind lie among the shards of a distributed save", bare)
-    tensors = _shapes_reached(shards, source.url)
+    tensors = _shapes_stated(heads, _shapes_reached(shards, source.url), source.url)
     chosen = _without_equal_replicas(shards, source)
     catalog = Catalog("dcp-safetensors", tensors, tuple(chosen), tuple(head.stamp for head in heads))
+    if any(head.info for head in heads):
+        return catalog  # our own writer states what torch's does not
     return replace(catalog, unproved=_why_unproved(catalog, index, source, world_size))
 
 
@@ -239,6 +205,27 @@ def _shapes_reached(shards: list[Shard], url: str) -> dict[str, TensorSpec]:
             tensors[shard.fqn] = TensorSpec(shard.dtype, reached)
     CorruptFile.raise_for(f"{url}: shards of one tensor are of different kinds", problems)
     return tensors
+
+
+def _shapes_stated(heads: list[_Head], reached: dict[str, TensorSpec], url: str) -> dict[str, TensorSpec]:
+    """Return the whole shapes, where the files state them; then they also state how many ranks have a file."""
+    stated = {head.stamp.path: head.info for head in heads if head.info}
+    if not stated:
+        return reached
+    silent = [f"{head.stamp.path} does not say which rank it is of" for head in heads if not head.info]
+    counts = {info.ranks for info in stated.values()}
+    CorruptFile.raise_for(
+        f"{url}: files of several saves", silent or [f"of {n} ranks" for n in counts if len(counts) > 1]
+    )
+    ranks = [info.rank for info in stated.values()]
+    absent = [f"rank {r}: {shard_name(r)} is not there" for r in range(1, max(counts) + 1) if r not in ranks]
+    IncompleteCheckpoint.raise_for(f"{url}: files of some ranks are absent", absent)
+    shapes = {(fqn, shape) for info in stated.values() for fqn, shape in info.shapes.items()}
+    odd = [fqn for fqn, shape in shapes if any(map(int.__gt__, reached[fqn].shape, shape))]
+    if odd or len(shapes) != len(reached):
+        raise CorruptFile(f"{url}: the files state different shapes, or smaller ones than they hold")
+    whole = dict(shapes)
+    return {fqn: TensorSpec(spec.dtype, whole[fqn]) for fqn, spec in reached.items()}
 
 
 def _without_equal_replicas(shards: list[Shard], source: Source) -> list[Shard]:
@@ -302,14 +289,10 @@ def _prove_by_ranks(catalog: Catalog, world_size: int, url: str) -> None:
     numbers = [tuple(map(int, match.groups())) for name in names if (match := _SHARD_NAME.fullmatch(name))]
     count = max(total for _, _, total in numbers)
     wanted = {(rank, part, count) for rank in range(1, world_size + 1) for part in range(1, count + 1)}
-    problems = [f"{_shard_name(*row)} is not there" for row in sorted(wanted - set(numbers))]
-    problems += [f"{_shard_name(*row)} is of another save" for row in sorted(set(numbers) - wanted)]
+    problems = [f"rank {row[0] - 1}: {shard_name(*row)} is not there" for row in sorted(wanted - set(numbers))]
+    problems += [f"{shard_name(*row)} is of another save" for row in sorted(set(numbers) - wanted)]
     IncompleteCheckpoint.raise_for(
         f"{url}: not the files that {world_size} ranks write (where a rank had nothing to write, that cannot be told "
         "from a lost file: --accept-unproved goes on)",
         problems,
     )
-
-
-def _shard_name(rank: int, part: int, count: int) -> str:
-    return f"shard-{rank:05d}-model-{part:05d}-of-{count:05d}.safetensors"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hfdcp_core import wire
 from hfdcp_core.catalog import Skipped
@@ -44,6 +44,10 @@ class Job:
     """Tensor bytes in one file at most."""
     file_index: Mapping[str, int] | None = None
     """Number of the file, from 1, for every tensor; replaces the packing by size."""
+    ranks: int = 0
+    """Ranks of a training that the output is sharded for; 0 for a model repository."""
+    shard_dim: int = 0
+    """Dimension along which tensors are cut for the ranks."""
     memory_bytes: int = 256 << 20
     """Bytes that the command and its threads may take in all."""
     workers: int = 0
@@ -58,11 +62,31 @@ class Job:
     """Whether the repository may be public."""
     message: str = ""
     """Message of the commit."""
+    also: tuple[str, ...] = ()
+    """URLs of further places that hold files of the same checkpoint."""
+    latest: bool = False
+    """Whether the newest complete step below the source is meant."""
+    keep_extra: bool = False
+    """Whether entries that are no tensors are saved apart, where they are plain values."""
+    config: str = ""
+    """URL of the model's config, or of a folder with a ``config.json``; empty to look beside the checkpoint."""
+    untie: bool = False
+    """Whether tensors that the config ties are all written, and the config says so."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""
-        if self.max_file_size < 1 or self.workers < 0 or (self.world_size is not None and self.world_size < 1):
+        least = (
+            self.max_file_size - 1,
+            self.workers,
+            self.ranks,
+            0 if self.world_size is None else self.world_size - 1,
+        )
+        if min(least) < 0:
             raise UsageError("sizes and numbers of workers and ranks are positive")
+        if self.ranks and (self.file_index is not None or self.repo):
+            raise UsageError("files for ranks are no model repository: they take no file index, and are not pushed")
+        if len({self.source, *self.also}) <= len(self.also):
+            raise UsageError("a place is named twice; --also names further ones than the source")
 
     def to_json(self) -> str:
         """Write it as JSON."""
@@ -121,6 +145,10 @@ class Gathered:
     """Stands for the files of the checkpoint in the state in which they were found."""
     unproved: str | None
     """Why it cannot be shown that everything is there; None where it can."""
+    folder: str = ""
+    """The folder below the source that holds it; empty where that is the source itself."""
+    said: tuple[str, ...] = ()
+    """What a person should hear of how it was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +179,5 @@ class Planned:
     """Boxes that move."""
     peak_bytes: int
     """Memory that the work takes at most, with everything that the command itself takes."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that are left out because the config ties them to another one of the same bytes: name and kept name."""

@@ -23,12 +23,18 @@ from hfdcp_core.catalog import Catalog, Shard, Span, TensorSpec
 from hfdcp_core.dtypes import dtype_named
 from hfdcp_core.errors import SHOWN_PROBLEMS, PlanError
 from hfdcp_core.recipe import Definition
-from hfdcp_core.safetensors_file import file_names, write_header, write_index
+from hfdcp_core.safetensors_file import (
+    RANK_INFO,
+    SHARDING_INFO,
+    RankInfo,
+    file_names,
+    write_header,
+    write_index,
+    write_rank_info,
+)
 
 METADATA: Mapping[str, str] = {"format": "pt"}
 """What loaders insist on in a header's ``__metadata__``."""
-SHARDING_KEY = "HFDCP_INFO"
-"""Header key of ours in a rank's file: which rank of how many, and the whole shapes of its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +188,13 @@ def _sharding(group: Iterable[Part], *, rank: int, ranks: int) -> Mapping[str, s
     """Say in a header which boxes the file holds, for torch and for us."""
     parts = {part.definition.fqn: part for part in group}
     offsets = {fqn: {"saved_offsets": part.box.offset} for fqn, part in parts.items()}
-    whole = {"rank": rank, "ranks": ranks, "shapes": {fqn: part.definition.spec.shape for fqn, part in parts.items()}}
-    return {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", **METADATA, SHARDING_KEY: json.dumps(whole)}
+    info = RankInfo(rank, ranks, {fqn: part.definition.spec.shape for fqn, part in parts.items()})
+    return {
+        SHARDING_INFO: json.dumps(offsets),
+        "DCP_VERSION": "1.0",
+        **METADATA,
+        RANK_INFO: write_rank_info(info),
+    }
 
 
 def _file(path: str, group: Iterable[Part], metadata: Mapping[str, str] = METADATA) -> TargetFile:

@@ -58,7 +58,7 @@ class FileRecord:
     sha256: str
     """Lower-case hex: the identity that the Hub keeps for weight files."""
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """Digest of each tensor in the file, as ``crc64nvme:<hex>`` of its logical row-major little-endian bytes."""
+    """Digest of each tensor in the file, or of the part of it that lies there, as ``crc64nvme:<hex>`` of its logical row-major little-endian bytes."""
     source: SourceCheck = field(default_factory=SourceCheck)
     """What was checked of the bytes it was made from."""
 
@@ -85,6 +85,10 @@ class Manifest:
     """Patterns that chose the tensors, where there were any."""
     exclude: tuple[str, ...] = ()
     """Patterns that left tensors out."""
+    ranks: int = 0
+    """Ranks of a training that the files are sharded for; 0 for a model repository."""
+    shard_dim: int = 0
+    """Dimension along which tensors are cut for the ranks."""
     unproved: str | None = None
     """Why completeness could not be proved, where it was accepted unproved."""
     skipped: tuple[str, ...] = ()

@@ -7,13 +7,14 @@ it again: what is whole is not made twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 
 from hfdcp_core import consolidate as consolidating
-from hfdcp_core import gather as gathering
-from hfdcp_core import hub, recipe
+from hfdcp_core import extras, hub, recipe, tying
 from hfdcp_core import validate as validating
 from hfdcp_core.catalog import Catalog
 from hfdcp_core.errors import (
@@ -26,13 +27,14 @@ from hfdcp_core.errors import (
     ValidationError,
 )
 from hfdcp_core.job import MEMORY_AT_START, Gathered, Job, Planned, PlannedFile
-from hfdcp_core.layout import lay_out
-from hfdcp_core.manifest import FileRecord, Manifest
+from hfdcp_core.layout import Target, lay_out, lay_out_for_ranks
+from hfdcp_core.locate import Located, locate, relocate, reopen
+from hfdcp_core.manifest import CONFIG_PATH, EXTRA_PATH, FileRecord, Manifest
 from hfdcp_core.plan import Plan, stamps_digest
 from hfdcp_core.plan import reshard as join
 from hfdcp_core.run import FileSummary, PlanSummary, Run
 from hfdcp_core.state import SILENT, Cancellation, Progress
-from hfdcp_core.store import open_store
+from hfdcp_core.store import Source, open_store
 
 __all__ = ["Gathered", "Job", "Planned", "PlannedFile"]
 
@@ -59,22 +61,34 @@ def gather(job: Job, *, progress: Progress = SILENT) -> Gathered:
         PlanError: The patterns choose nothing, or something that cannot be carried.
     """
     progress.begin("gather", 0)
-    _refuse_own_source(job)
-    catalog = gathering.gather(open_store(job.source), world_size=job.world_size)
-    gathered = _gathered(catalog, job)
-    Run(open_store(job.sink)).save_catalog(catalog)
+    _refuse_own_source(job, "")
+    found = locate(job)
+    _refuse_own_source(job, found.pinned.folder)
+    gathered = _gathered(found, job)
+    for line in found.said:
+        progress.say(line)
+    run = Run(open_store(job.sink))
+    run.save_source(found.pinned)
+    run.save_catalog(found.catalog)
     return gathered
 
 
-def _refuse_own_source(job: Job) -> None:
+def _refuse_own_source(job: Job, folder: str) -> None:
     """Refuse to write into the checkpoint itself: what is replaced there may be what is read."""
-    source, sink = (open_store(url) for url in (job.source, job.sink))
-    places = [local.resolve() if (local := store.local_path("x")) else store.url for store in (source, sink)]
-    if places[0] == places[1]:
+    if _place(job.sink, "") in {_place(url, folder) for url in (job.source, *job.also)}:
         raise SinkOccupied(f"{job.sink} is the checkpoint itself; choose another folder for the output")
 
 
-def _gathered(catalog: Catalog, job: Job) -> Gathered:
+def _place(url: str, folder: str) -> str:
+    """Return what two ways of naming one folder have in common."""
+    store = open_store(url)
+    path = f"{folder}/x" if folder else "x"
+    local = store.local_path(path)
+    return str(local.resolve()) if local else f"{store.url}/{path}"
+
+
+def _gathered(found: Located, job: Job) -> Gathered:
+    catalog = found.catalog
     selection = recipe.select(catalog, include=job.include, exclude=job.exclude)
     return Gathered(
         format=catalog.format,
@@ -85,6 +99,8 @@ def _gathered(catalog: Catalog, job: Job) -> Gathered:
         skipped=selection.skipped,
         source_digest=stamps_digest(catalog.files),
         unproved=catalog.unproved,
+        folder=found.pinned.folder,
+        said=found.said,
     )
 
 
@@ -99,40 +115,58 @@ def reshard(job: Job, *, progress: Progress = SILENT) -> Planned:
     """
     progress.begin("reshard", 0)
     run = Run(open_store(job.sink))
-    summary, plan = _plan(run.catalog(), job)
+    summary, plan = _plan(run.catalog(), reopen(job, run.source()), job)
+    if summary.config is not None:
+        run.refuse_other(CONFIG_PATH, summary.config, overwrite=job.overwrite)
     run.occupy(summary, overwrite=job.overwrite)
     run.sink.sweep()
     run.save_plan(summary, plan)
     planned = _planned(run, summary, plan, job)
     _refuse_full_sink(run, planned)
+    for name, kept in planned.tied.items():
+        progress.say(f"left out {name}: tied to {kept}, and its bytes are the same")
     return planned
 
 
-def _plan(catalog: Catalog, job: Job) -> tuple[PlanSummary, Plan]:
+def _plan(catalog: Catalog, source: Source, job: Job) -> tuple[PlanSummary, Plan]:
     if catalog.unproved and not job.accept_unproved:
         raise IncompleteCheckpoint(f"{job.source}: it cannot be shown that every shard is there: {catalog.unproved}")
     rules = recipe.recipe_named(job.recipe)
     selection = recipe.select(catalog, include=job.include, exclude=job.exclude)
     definitions = recipe.define(catalog, selection.names, rules)
-    target = lay_out(definitions, max_file_size=job.max_file_size, file_index=job.file_index)
+    settled = tying.settle(catalog, source, definitions, job)
+    target = _target(settled.definitions, job, settled.file_index)
     plan = join(catalog, target, window_bytes=job.window_bytes)
-    return _summary(catalog, job, plan, selection), plan
+    skipped = tuple(entry.name for entry in selection.skipped)
+    return _summary(catalog, job, plan, settled, skipped), plan
 
 
-def _summary(catalog: Catalog, job: Job, plan: Plan, selection: recipe.Selection) -> PlanSummary:
+def _target(definitions: tuple[recipe.Definition, ...], job: Job, file_index: Mapping[str, int] | None) -> Target:
+    """Lay the tensors out as the job asks: for the ranks of a training, or as a model repository."""
+    if job.ranks:
+        return lay_out_for_ranks(definitions, ranks=job.ranks, dim=job.shard_dim)
+    return lay_out(definitions, max_file_size=job.max_file_size, file_index=file_index)
+
+
+def _summary(catalog: Catalog, job: Job, plan: Plan, settled: tying.Settled, skipped: tuple[str, ...]) -> PlanSummary:
     return PlanSummary(
         digest=plan.digest,
         files=tuple(FileSummary(file.path, file.size, file.peak_bytes) for file in plan.files),
         index=plan.index,
         total_size=plan.total_size,
-        tensors=len(selection.names),
+        tensors=len(settled.definitions),
         source_format=catalog.format,
         stamps=catalog.files,
         recipe=job.recipe,
         include=job.include,
         exclude=job.exclude,
-        skipped=tuple(entry.name for entry in selection.skipped),
+        skipped=skipped,
         unproved=catalog.unproved,
+        ranks=job.ranks,
+        shard_dim=job.shard_dim,
+        tied=settled.tied,
+        config=settled.config,
+        keep_extra=job.keep_extra,
     )
 
 
@@ -149,6 +183,7 @@ def _planned(run: Run | None, summary: PlanSummary, plan: Plan, job: Job) -> Pla
         nbytes=summary.nbytes,
         copies=sum(len(file.copies) for file in plan.files),
         peak_bytes=MEMORY_AT_START + sum(peaks[: job.files_at_once]),
+        tied=summary.tied,
     )
 
 
@@ -176,7 +211,7 @@ def consolidate(
         progress.advance(plan.size - len(plan.header))
         return record
     record = consolidating.consolidate(
-        plan, open_store(job.source), run.sink, progress=progress, cancellation=cancellation
+        plan, reopen(job, run.source()), run.sink, progress=progress, cancellation=cancellation
     )
     run.save_record(digest, record)
     return record
@@ -224,7 +259,8 @@ def validate(job: Job, *, progress: Progress = SILENT) -> Manifest:
         SourceError: The source is damaged, or not what was gathered.
     """
     progress.begin("validate", 0)
-    return validating.complete(Run(open_store(job.sink)), open_store(job.source))
+    run = Run(open_store(job.sink))
+    return validating.complete(run, reopen(job, run.source()))
 
 
 def push(job: Job, *, progress: Progress = SILENT) -> hub.Receipt:
@@ -240,6 +276,8 @@ def push(job: Job, *, progress: Progress = SILENT) -> hub.Receipt:
     manifest = run.manifest()
     if manifest is None:
         raise PlanError(f"{job.sink}: no manifest: the output is not complete, so there is nothing to push")
+    if manifest.ranks:
+        raise PlanError(f"{job.sink} is sharded for {manifest.ranks} ranks: no model repository; consolidate it first")
     return hub.push(
         manifest,
         run.sink,
@@ -278,10 +316,9 @@ def plan_only(job: Job) -> tuple[Gathered, Planned]:
         SourceError: As `gather`.
         PlanError: As `reshard`, but for the sink.
     """
-    catalog = gathering.gather(open_store(job.source), world_size=job.world_size)
-    gathered = _gathered(catalog, job)
-    summary, plan = _plan(catalog, job)
-    return gathered, _planned(Run(open_store(job.sink)) if job.sink else None, summary, plan, job)
+    found = locate(job)
+    summary, plan = _plan(found.catalog, found.source, job)
+    return _gathered(found, job), _planned(Run(open_store(job.sink)) if job.sink else None, summary, plan, job)
 
 
 def validate_again(job: Job, *, progress: Progress = SILENT) -> Manifest:
@@ -300,20 +337,32 @@ def validate_again(job: Job, *, progress: Progress = SILENT) -> Manifest:
         raise PlanError(f"{job.sink}: no manifest: the output is not complete")
     problems = validating.validate(sink, manifest, progress=progress)
     if job.source:
-        problems += validating.records_problems(_made_again(job, manifest), manifest)
+        problems += _source_problems(job, manifest)
     if job.repo:
         problems += hub.compare(manifest, job.repo, revision=job.revision, endpoint=job.endpoint)
     ValidationError.raise_for(f"{job.sink} is not what its manifest says", problems)
     return manifest
 
 
-def _made_again(job: Job, manifest: Manifest) -> Iterator[FileRecord]:
-    """Make the output once more, into nothing, in the files and under the names that the manifest has."""
-    catalog = gathering.gather(open_store(job.source), world_size=job.world_size)
+def _source_problems(job: Job, manifest: Manifest) -> tuple[str, ...]:
+    """Hold what the source gives today against the manifest, with the choices that the manifest states."""
+    found = relocate(job, Run(open_store(job.sink)).source())
+    catalog = found.catalog
     wanted = {name: number for number, record in enumerate(manifest.records, 1) for name in record.tensors}
     selection = recipe.select(catalog, include=manifest.include, exclude=manifest.exclude)
     definitions = recipe.define(catalog, selection.names, recipe.recipe_named(manifest.recipe))
-    target = lay_out(definitions, max_file_size=job.max_file_size, file_index=wanted)
+    written = tuple(definition for definition in definitions if definition.fqn not in manifest.tied)
+    target = _target(written, replace(job, ranks=manifest.ranks, shard_dim=manifest.shard_dim, repo=""), wanted)
     plan = join(catalog, target, window_bytes=job.window_bytes)
-    for file in plan.files:
-        yield consolidating.consolidate(file, open_store(job.source), validating.Nowhere())
+    made_again = (consolidating.consolidate(file, found.source, consolidating.Nowhere()) for file in plan.files)
+    problems = validating.records_problems(made_again, manifest)
+    problems += tying.tied_problems(catalog, found.source, definitions, manifest.tied)
+    return (*problems, *_extra_problems(found, manifest))
+
+
+def _extra_problems(found: Located, manifest: Manifest) -> list[str]:
+    """Hold the plain values of the source against those that were saved apart, where they were."""
+    then = [record.sha256 for record in manifest.extra_files if record.path == EXTRA_PATH]
+    now = extras.document(found.catalog, found.source) if then else None
+    same = then == ([hashlib.sha256(now).hexdigest()] if now else [])
+    return [] if same else [f"{EXTRA_PATH}: the source holds other values"]

@@ -7,17 +7,20 @@ than the sink's URL and the number of a file.
 ::
 
     .hfdcp/lock                     held by whoever runs the chain
+    .hfdcp/source.json              which folder of the source it was, and which place holds which file
     .hfdcp/catalog.json.gz          what was gathered
     .hfdcp/plan.json                what is planned, without the copies
     .hfdcp/plan/00001.json.gz       the copies of one file
     .hfdcp/records/NAME.json        a file that is whole, and the stamp it had then
+    .hfdcp/beside.json              files that we put beside the weights
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hfdcp_core import wire
 from hfdcp_core.catalog import Catalog, FileStamp
@@ -26,10 +29,12 @@ from hfdcp_core.manifest import INDEX_PATH, MANIFEST_PATH, STATE_FOLDER, FileRec
 from hfdcp_core.plan import FilePlan, Plan
 from hfdcp_core.store import Sink
 
+_SOURCE = f"{STATE_FOLDER}/source.json"
 _CATALOG = f"{STATE_FOLDER}/catalog.json.gz"
 _PLAN = f"{STATE_FOLDER}/plan.json"
 _LOCK = f"{STATE_FOLDER}/lock"
 _RECORDS = f"{STATE_FOLDER}/records"
+_BESIDE = f"{STATE_FOLDER}/beside.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,16 @@ class PlanSummary:
     """Names of the entries that are left out."""
     unproved: str | None
     """Why completeness could not be proved, where that was accepted."""
+    ranks: int
+    """Ranks of a training that the files are sharded for; 0 for a model repository."""
+    shard_dim: int
+    """Dimension along which tensors are cut for the ranks."""
+    tied: Mapping[str, str]
+    """Tensors that are left out because the config ties them to another one: name and kept name."""
+    config: bytes | None
+    """The config that belongs to the output, where it had to be changed."""
+    keep_extra: bool
+    """Whether entries that are no tensors are saved apart."""
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +104,24 @@ class Saved:
     """What was written."""
     stamp: FileStamp
     """The file in the sink, when it was whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """Where in the named source the checkpoint was found, so that no later step finds another one."""
+
+    folder: str = ""
+    """The folder that holds it, relative to every place that was named; empty where that is the place itself."""
+    holders: Mapping[str, int] = field(default_factory=dict)
+    """Of a checkpoint in several places: the number of the place, from 0, that each file is read from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Files that lie beside the weights and are ours; so another run knows which it may replace or remove."""
+
+    files: tuple[FileRecord, ...] = ()
+    """What was put there."""
 
 
 class Run:
@@ -115,6 +148,19 @@ class Run:
             return self.sink.read(path, 0, size)
         except StorageNotFound:
             return None
+
+    def save_source(self, pinned: Pinned) -> None:
+        """Keep where the checkpoint was found."""
+        self.sink.put(_SOURCE, wire.dumps("source", pinned))
+
+    def source(self) -> Pinned:
+        """Return where the checkpoint was found; the named place itself where nothing was kept.
+
+        Raises:
+            ValidationError: What was kept is damaged.
+        """
+        raw = self.read(_SOURCE)
+        return Pinned() if raw is None else wire.loads("source", Pinned, raw)
 
     def save_catalog(self, catalog: Catalog) -> None:
         """Keep what was gathered."""
@@ -182,6 +228,40 @@ class Run:
         raw = self.read(MANIFEST_PATH)
         return None if raw is None else wire.load_manifest(raw)
 
+    # ---- beside the weights ----
+
+    def put_beside(self, files: Mapping[str, bytes]) -> tuple[FileRecord, ...]:
+        """Write the files that lie beside the weights, and remove those of an earlier run that nobody changed."""
+        for record in self._beside().files:
+            if record.path not in files and self._holds(record):
+                self.sink.delete(record.path)
+        records = tuple(FileRecord(path, len(data), _sha256(data)) for path, data in files.items())
+        self.sink.put(_BESIDE, wire.dumps("beside", Beside(records)))  # first: a crash must not make them a stranger's
+        for path, data in files.items():
+            self.sink.put(path, data)
+        return records
+
+    def refuse_other(self, path: str, data: bytes, *, overwrite: bool) -> None:
+        """Refuse to replace a file that somebody else put beside the weights.
+
+        Raises:
+            SinkOccupied: There is one, it is another one, and ``overwrite`` is not given.
+        """
+        ours = {record.path for record in self._beside().files if self._holds(record)}
+        if not overwrite and path not in ours and self.read(path) not in {None, data}:
+            raise SinkOccupied(f"{self.sink.url} holds another {path} (--overwrite replaces it)", [path])
+
+    def _beside(self) -> Beside:
+        raw = self.read(_BESIDE)
+        try:
+            return Beside() if raw is None else wire.loads("beside", Beside, raw)
+        except ValidationError:
+            return Beside()
+
+    def _holds(self, record: FileRecord) -> bool:
+        raw = self.read(record.path)
+        return raw is not None and _sha256(raw) == record.sha256
+
     # ---- occupancy ----
 
     def output_files(self) -> tuple[str, ...]:
@@ -223,6 +303,10 @@ class Run:
         except ValidationError:
             plan = None
         return (manifest.plan_digest if manifest else None), (plan.digest if plan else None)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _file_plan(number: int) -> str:

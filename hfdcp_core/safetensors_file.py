@@ -22,6 +22,8 @@ MOST_HEADER_BYTES = 100_000_000
 """What safetensors' own reader accepts."""
 DATA_ALIGNMENT = 64
 """Mapped tensors give the same logits to the bit only where their data are aligned as allocated ones are."""
+RANK_INFO = "HFDCP_INFO"
+"""Key of a rank's file that hfdcp wrote: which rank of how many, and whole shapes. torch ignores it."""
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """Header key under which torch's `HuggingFaceStorageWriter` keeps where each shard starts in its tensor."""
 _METADATA = "__metadata__"
@@ -187,6 +189,48 @@ def sharding_info(header: Header, *, path: str) -> Mapping[str, tuple[int, ...]]
     return offsets
 
 
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """What a rank's file that hfdcp wrote says besides what torch does."""
+
+    rank: int
+    """Which rank's it is, from 1."""
+    ranks: int
+    """How many ranks have a file."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """The whole shape of each tensor in the file."""
+
+
+def write_rank_info(info: RankInfo) -> str:
+    """Write what `rank_info` reads."""
+    return json.dumps({"rank": info.rank, "ranks": info.ranks, "shapes": dict(info.shapes)})
+
+
+def rank_info(header: Header, *, path: str) -> RankInfo | None:
+    """Return what a file of ours says of the other ranks and of whole shapes; None where it does not.
+
+    Raises:
+        CorruptFile: It says so of other tensors than it holds, or numbers that cannot be.
+    """
+    text = header.metadata.get(RANK_INFO)
+    if text is None:
+        return None
+    where = f"{path}: {RANK_INFO}"
+    members = _json_object(text.encode(), where)
+    shapes = members.get("shapes")
+    if not isinstance(shapes, dict):
+        raise CorruptFile(f"{where}: shapes: expected a JSON object, found {_shown(shapes)}")
+    info = RankInfo(
+        rank=_count(members.get("rank"), f"{where}: rank"),
+        ranks=_count(members.get("ranks"), f"{where}: ranks"),
+        shapes={fqn: _counts(shape, f"{where}: {fqn!r}") for fqn, shape in shapes.items()},
+    )
+    held = {entry.fqn: len(entry.shape) for entry in header.entries}
+    if {fqn: len(shape) for fqn, shape in info.shapes.items()} != held or not 1 <= info.rank <= info.ranks:
+        raise CorruptFile(f"{where} and the tensors in the file differ")
+    return info
+
+
 def parse_index(raw: bytes, *, path: str) -> Index:
     """Read a Hugging Face index.
 
@@ -205,7 +249,7 @@ def parse_index(raw: bytes, *, path: str) -> Index:
         raise CorruptFile(f"{path}: metadata: expected an object, found {_shown(metadata)}")
     if "total_size" not in metadata:
         return Index(weight_map)
-    return Index(weight_map, _count(metadata["total_size"], f"{path}: total_size"))
+    return Index(weight_map, _total_size(metadata["total_size"], f"{path}: total_size"))
 
 
 def write_index(weight_map: Mapping[str, str], *, total_size: int, total_parameters: int) -> bytes:
@@ -325,6 +369,11 @@ def _count(value: object, where: str) -> int:
     if type(value) is not int or not 0 <= value < _LIMIT:
         raise CorruptFile(f"{where}: expected a count, found {_shown(value)}")
     return value
+
+
+def _total_size(value: object, where: str) -> int:
+    """Return a count that may be written as a whole float, as older versions of transformers did."""
+    return _count(int(value) if isinstance(value, float) and value.is_integer() else value, where)
 
 
 def _shown(value: object) -> str:

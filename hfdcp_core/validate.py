@@ -14,16 +14,16 @@ import contextlib
 import hashlib
 import importlib.metadata
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import safetensors
 
-from hfdcp_core import wire
+from hfdcp_core import extras, wire
 from hfdcp_core.catalog import FileStamp
 from hfdcp_core.consolidate import check_stamps
 from hfdcp_core.errors import CorruptFile, HfdcpError, StorageNotFound, ValidationError
-from hfdcp_core.manifest import INDEX_PATH, MANIFEST_PATH, CrcPart, FileRecord, Manifest
+from hfdcp_core.manifest import CONFIG_PATH, EXTRA_PATH, INDEX_PATH, MANIFEST_PATH, CrcPart, FileRecord, Manifest
 from hfdcp_core.ops import EMPTY_DIGEST, combine_parts, digest_text, extend_digest
 from hfdcp_core.plan import stamps_digest
 from hfdcp_core.read import page_aligned
@@ -60,13 +60,14 @@ def complete(run: Run, source: Source) -> Manifest:
     try:
         records = _whole_records(run, planned)
         _combine_shared_items(run, records)
+        beside = _beside(run, planned, source)
         check_stamps(planned.stamps, source)
-        extras = _write_index(run, planned)
+        index = _write_index(run, planned)
         _hold_index_against_files(run, planned)
     except HfdcpError:
         run.sink.delete(INDEX_PATH)
         raise
-    manifest = _manifest(planned, records, extras)
+    manifest = _manifest(planned, records, (*index, *run.put_beside(beside)))
     run.sink.sweep()
     run.sink.put(MANIFEST_PATH, wire.dump_manifest(manifest))
     return manifest
@@ -148,6 +149,13 @@ def _write_index(run: Run, planned: PlanSummary) -> tuple[FileRecord, ...]:
     return (FileRecord(INDEX_PATH, len(planned.index), hashlib.sha256(planned.index).hexdigest()),)
 
 
+def _beside(run: Run, planned: PlanSummary, source: Source) -> Mapping[str, bytes]:
+    """Return the files that lie beside the weights, where they were asked for: plain values, a changed config."""
+    kept = extras.document(run.catalog(), source) if planned.keep_extra else None
+    files = {CONFIG_PATH: planned.config, EXTRA_PATH: kept}
+    return {path: data for path, data in files.items() if data is not None}
+
+
 def _hold_index_against_files(run: Run, planned: PlanSummary) -> None:
     paths = [file.path for file in planned.files]
     problems = [
@@ -188,21 +196,24 @@ def read_header(source: Source, path: str) -> Header:
     return parse_header(source.read(path, 0, 8 + length), path=where, file_size=size)
 
 
-def _manifest(planned: PlanSummary, records: tuple[FileRecord, ...], extras: tuple[FileRecord, ...]) -> Manifest:
+def _manifest(planned: PlanSummary, records: tuple[FileRecord, ...], extra_files: tuple[FileRecord, ...]) -> Manifest:
     return Manifest(
         plan_digest=planned.digest,
         source_digest=stamps_digest(FileStamp(s.path, s.size, "") for s in planned.stamps),
         source_format=planned.source_format,
         records=records,
-        extra_files=extras,
+        extra_files=extra_files,
         total_size=planned.total_size,
         recipe=planned.recipe,
         include=planned.include,
         exclude=planned.exclude,
         unproved=planned.unproved,
+        ranks=planned.ranks,
+        shard_dim=planned.shard_dim,
         skipped=planned.skipped,
         tools={name: importlib.metadata.version(name) for name in ("hfdcp", "safetensors")},
         checks=CHECKS,
+        tied=planned.tied,
     )
 
 
@@ -268,23 +279,6 @@ def validate(source: Source, manifest: Manifest, *, progress: Progress = SILENT)
         headers = {record.path: read_header(source, record.path) for record in manifest.records}
         problems += index_problems(raw, headers)
     return tuple(problems)
-
-
-class Nowhere:
-    """A sink that keeps nothing: what is made into it is only hashed."""
-
-    def create(self, _path: str, _size: int) -> Nowhere:
-        """Begin a file that nobody will see."""
-        return self
-
-    def write(self, buffer: memoryview) -> None:
-        """Forget the bytes."""
-
-    def commit(self) -> None:
-        """Do nothing: there is nothing to show."""
-
-    def abort(self) -> None:
-        """Do nothing: there is nothing to remove."""
 
 
 def records_problems(made_again: Iterable[FileRecord], manifest: Manifest) -> tuple[str, ...]:

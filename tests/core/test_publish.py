@@ -242,6 +242,73 @@ def test_records_and_plans_that_cannot_be_read_are_made_again(job: Job) -> None:
     assert_right(job)
 
 
+def test_no_later_step_takes_another_checkpoint_for_the_latest(saved: Path, job: Job) -> None:
+    """A run that goes on saving while its latest step is being published."""
+    runs = Path(job.source).parent / "runs"
+    shutil.copytree(saved, runs / "step-9")
+    asked = replace(job, source=str(runs), latest=True)
+    gathered = publish.gather(asked)
+    assert (gathered.folder, gathered.said) == (
+        "step-9",
+        ("latest complete step: step-9: torch distributed checkpoint",),
+    )
+    dcp.save({"model": {"another": torch.zeros(3)}}, checkpoint_id=runs / "step-10", no_dist=True)
+    publish.reshard(asked)
+    publish.consolidate_all(asked)
+    publish.validate(asked)
+    assert_right(asked)
+    publish.validate_again(asked)
+    with pytest.raises(PlanError):
+        publish.plan_only(replace(asked, include=("model.embed.weight",)))
+
+
+def test_files_in_two_places_give_what_one_place_gives(job: Job) -> None:
+    publish.make(job)
+    source, other = Path(job.source), Path(job.source).parent / "other"
+    other.mkdir()
+    (source / "__0_0.distcp").rename(other / "__0_0.distcp")
+    asked = replace(job, sink=f"{job.sink}2", also=(str(other),))
+    publish.make(asked)
+    assert_right(asked)
+    publish.validate_again(asked)
+    assert (Path(asked.sink) / "model.safetensors.index.json").read_bytes() == (
+        Path(job.sink) / "model.safetensors.index.json"
+    ).read_bytes()
+
+
+def test_a_file_that_changes_in_a_further_place_is_noticed(job: Job) -> None:
+    other = Path(job.source).parent / "other"
+    other.mkdir()
+    (Path(job.source) / "__0_0.distcp").rename(other / "__0_0.distcp")
+    asked = replace(job, also=(str(other),))
+    publish.gather(asked)
+    publish.reshard(asked)
+    shutil.copy(other / "__0_0.distcp", other / "new")
+    (other / "new").replace(other / "__0_0.distcp")
+    with pytest.raises(SourceChanged, match="other"):
+        publish.consolidate_all(asked)
+
+
+def test_the_output_is_never_written_into_a_checkpoint_that_was_found_below(saved: Path, job: Job) -> None:
+    runs = Path(job.source).parent / "runs"
+    shutil.copytree(saved, runs / "step-9")
+    for asked in (
+        replace(job, source=str(runs), sink=str(runs / "step-9")),
+        replace(job, also=(str(runs / "step-9"),), sink=str(runs / "step-9")),
+    ):
+        with pytest.raises(SinkOccupied, match="the checkpoint itself"):
+            publish.gather(asked)
+
+
+def test_an_output_beside_the_steps_is_not_taken_for_one(saved: Path, job: Job) -> None:
+    runs = Path(job.source).parent / "runs"
+    shutil.copytree(saved, runs / "step-9")
+    asked = replace(job, source=str(runs), sink=str(runs / "out"))
+    publish.make(asked)
+    publish.make(asked)
+    assert_right(asked)
+
+
 def test_steps_say_which_one_is_missing_before_them(job: Job) -> None:
     with pytest.raises(PlanError, match="the step 'gather' was not done"):
         publish.reshard(job)
@@ -416,3 +483,55 @@ def test_a_source_with_other_values_is_told_from_the_one_that_was_published(made
 def test_an_output_without_a_manifest_is_not_complete(job: Job) -> None:
     with pytest.raises(PlanError, match="no manifest"):
         publish.validate_again(job)
+
+
+# ---- for ranks ----
+
+
+def torch_load(folder: str) -> dict[str, torch.Tensor]:
+    """Return what torch's own reader makes of shards of a distributed save."""
+    loaded = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in WEIGHTS.items()}
+    dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(path=folder), no_dist=True)
+    return loaded
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 50])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_files_for_ranks_are_read_by_torch_and_by_us(job: Job, tmp_path: Path, ranks: int, dim: int) -> None:
+    sharded = replace(job, ranks=ranks, shard_dim=dim)
+    manifest = publish.make(sharded)
+    assert [record.path for record in manifest.records] == [
+        f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in range(1, ranks + 1)
+    ]
+    loaded = torch_load(job.sink)
+    for name, tensor in WEIGHTS.items():
+        assert np.array_equal(bits(loaded[name]), bits(tensor))
+    again = Job(source=job.sink, sink=str(tmp_path / "again"), workers=1)
+    assert publish.make(again).unproved is None
+    assert_right(again)
+    assert publish.validate_again(sharded) == manifest
+
+
+def test_a_lost_file_of_a_rank_is_named(job: Job, tmp_path: Path) -> None:
+    publish.make(replace(job, ranks=3))
+    (Path(job.sink) / "shard-00003-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(IncompleteCheckpoint) as caught:
+        publish.make(Job(source=job.sink, sink=str(tmp_path / "again")))
+    assert caught.value.problems == ("rank 3: shard-00003-model-00001-of-00001.safetensors is not there",)
+
+
+def test_a_flipped_bit_is_found_though_each_rank_reads_only_its_part(job: Job) -> None:
+    flip(Path(job.source) / "__0_0.distcp", bits(WEIGHTS["embed.weight"]).tobytes())
+    for dim in (0, 1):
+        with pytest.raises(CorruptFile, match=r"embed\.weight|__0_0\.distcp"):
+            publish.make(replace(job, ranks=2, shard_dim=dim))
+        assert "hfdcp-manifest.json" not in final_names(job)
+        shutil.rmtree(job.sink)
+
+
+def test_files_for_ranks_are_no_repository(job: Job) -> None:
+    publish.make(replace(job, ranks=2))
+    with pytest.raises(PlanError, match="consolidate it first"):
+        publish.push(replace(job, repo="a/b"))
+    with pytest.raises(UsageError, match="no model repository"):
+        replace(job, repo="a/b", ranks=2)
