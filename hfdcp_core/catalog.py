@@ -16,6 +16,8 @@ RAW = "raw"
 """Encoding of a span that holds exactly the row-major little-endian bytes of its box."""
 TORCH_SAVE = "torch_save"
 """Encoding of a span that holds one whole ``torch.save`` archive, whose payload is found by its zip directory."""
+TORCH_SAVE_ZSTD = "torch_save+zstd"
+"""Encoding of a span that holds such an archive, compressed with Zstandard: it can only be read from its start on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class Shard:
     span: Span
     """Which bytes: the payload where the encoding is raw, else the whole item."""
     encoding: str = RAW
-    """How the elements lie in the span: `RAW` or `TORCH_SAVE`."""
+    """How the elements lie in the span: `RAW`, `TORCH_SAVE` or `TORCH_SAVE_ZSTD`."""
 
     def __str__(self) -> str:
         """Say which elements lie where."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import io
 import pickle
+import pickletools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -24,12 +25,15 @@ from hfdcp_core.distcp_metadata import DcpMetadata, metadata_of
 from hfdcp_core.distcp_object import TENSORS, ObjectContent, read_object
 from hfdcp_core.distcp_scan import Rules, disarm
 from hfdcp_core.dtypes import NOT_IN_SAFETENSORS, TABLE
-from hfdcp_core.errors import CorruptFile, HfdcpError, UnsafePickle
+from hfdcp_core.errors import CorruptFile, HfdcpError, SourceError, UnsafePickle
 
 __all__ = ["TENSORS", "DcpMetadata", "ObjectContent", "TorchItem", "read_item", "read_metadata", "read_object"]
 
 MOST_METADATA_BYTES = 1 << 29
 """About four million shards. A hostile pickle may take some eighty times its size in memory, an honest one twelve."""
+
+_SEARCHED_FOR_NAMES = 1 << 20
+"""How much of a refused pickle is looked through for what it names."""
 
 _OTHER_DTYPES = {
     *NOT_IN_SAFETENSORS, "quint4x2", "quint2x4", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2", "bcomplex32",
@@ -59,6 +63,7 @@ def _empty(*_: object) -> list[object]:
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _METADATA_GLOBALS: Mapping[tuple[str, str], object] = {
     (_METADATA, "Metadata"): records.MetadataRecord,
     (_METADATA, "TensorStorageMetadata"): records.TensorRecord,
@@ -69,14 +74,18 @@ _METADATA_GLOBALS: Mapping[tuple[str, str], object] = {
     (_METADATA, "StorageMeta"): records.StorageMetaRecord,
     (_METADATA, "_MEM_FORMAT_ENCODING"): _arguments,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): records.StorageRecord,
+    # OLMo-core has a class of its own, with the fields of torch's.
+    ("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo"): records.StorageRecord,
     # torch 2.1 and 2.2 keep the properties with the ShardedTensor.
     (_OLD_METADATA, "TensorProperties"): records.PropertiesRecord,
     (_OLD_METADATA, "MEM_FORMAT_ENCODING"): _arguments,
-    # Megatron-Core keeps the save plans of all ranks in the same pickle.
+    # Megatron-core keeps the save plans of all ranks in the same pickle, and newer ones derive classes of their own.
     (_PLANNER, "SavePlan"): records.Record,
     (_PLANNER, "WriteItem"): records.Record,
     (_PLANNER, "TensorWriteData"): records.Record,
     (_PLANNER, "WriteItemType"): _arguments,
+    (_MEGATRON, "MCoreSavePlan"): records.Record,
+    (_MEGATRON, "MCoreMetadata"): records.MetadataRecord,
     ("torch", "Size"): _argument,
     ("torch.serialization", "_get_layout"): _arguments,
     ("collections", "OrderedDict"): _empty,
@@ -212,7 +221,12 @@ def _load(raw: bytes, table: Mapping[tuple[str, str], object], where: str, *, pe
                 "it was neither imported nor called"
             ) from None
 
-    tame = disarm(raw, Rules(where, allowed, persistent_ids))
+    try:
+        tame = disarm(raw, Rules(where, allowed, persistent_ids))
+    except SourceError:
+        for module, name in _globals_at_start(raw):
+            allowed(module, name)  # a name says more than "not a pickle of protocol 2 to 5" or an opcode
+        raise
     try:
         return _Unpickler(tame, allowed, where).load()
     except HfdcpError:
@@ -220,3 +234,23 @@ def _load(raw: bytes, table: Mapping[tuple[str, str], object], where: str, *, pe
     except Exception as broken:
         # As broad as it is wide: a damaged pickle makes the unpickler raise nearly anything.
         raise CorruptFile(f"{where}: a damaged pickle: {type(broken).__name__}: {broken}") from broken
+
+
+def _globals_at_start(raw: bytes) -> Iterator[tuple[str, str]]:
+    """Yield what a pickle of any protocol names, as far as its start can be cut into opcodes; nothing is executed."""
+    texts, memo = [""], dict[int, str]()
+    try:
+        for opcode, value, _ in pickletools.genops(raw[:_SEARCHED_FOR_NAMES]):
+            if opcode.name in {"GLOBAL", "INST"}:
+                module, _, name = str(value).partition(" ")
+                yield module, name
+            elif opcode.name == "STACK_GLOBAL":
+                yield texts[-2], texts[-1]
+            elif isinstance(value, str):
+                texts = [texts[-1], value]
+            elif "PUT" in opcode.name or opcode.name == "MEMOIZE":
+                memo[len(memo) if value is None else value] = texts[-1]
+            elif "GET" in opcode.name:
+                texts = [texts[-1], memo.get(value or 0, "")]
+    except (ValueError, IndexError, RecursionError):
+        return

@@ -6,7 +6,10 @@ which file hold the chunk at some offset) and `planner_data` (where a flat name 
 - A chunk that no item holds is a hole: the tensor lacks that shard, and who plans a copy reports it.
 - An item without a chunk, two items of one chunk, or two different boxes at one offset contradict the file: an error.
   Chunks that hold no element are the exception, since they may share the offset of one that does; they give no shard.
-- A tensor that safetensors cannot hold, or whose items are transformed, is listed as unsupported; the rest is kept.
+- A tensor that safetensors cannot hold, or whose items are transformed in a way that we cannot undo, is listed as
+  unsupported; the rest is kept.
+- Where the items of a file are exactly as long as their elements, no archive has room in them: torch was asked for
+  ``SerializationFormat.SAFETENSORS``, and the file ends with one safetensors file (`hfdcp_core.distcp_tail`).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from dataclasses import dataclass, field
 from operator import add, le
 
 from hfdcp_core.box import Box
-from hfdcp_core.catalog import TORCH_SAVE, ObjectItem, Shard, Skipped, Span, TensorSpec
+from hfdcp_core.catalog import TORCH_SAVE, TORCH_SAVE_ZSTD, ObjectItem, Shard, Skipped, Span, TensorSpec
 from hfdcp_core.distcp_records import (
     BytesRecord,
     ChunkRecord,
@@ -31,12 +34,14 @@ from hfdcp_core.distcp_records import (
     described,
     named,
 )
-from hfdcp_core.dtypes import Dtype, dtype_of_torch
+from hfdcp_core.dtypes import Dtype, dtype_named, dtype_of_torch
 from hfdcp_core.errors import UnknownDtype, UnknownFormat
 
 _RESERVED = "__metadata__"
 _VERSION = "1"
-_METADATA_FIELDS = ["state_dict_metadata", "storage_data", "planner_data", "storage_meta", "version"]
+_METADATA_FIELDS = ["state_dict_metadata", "storage_data", "planner_data", "storage_meta", "version", "mcore_data"]
+_FLATTENED = "nd_reformulated_orig_global_shape"
+_ZSTD = ["stream.zstd/1"]
 _TENSOR_FIELDS = ["properties", "size", "chunks"]
 _CHUNK_FIELDS = ["offsets", "sizes"]
 _INDEX_FIELDS = ["fqn", "index", "offset"]
@@ -63,6 +68,8 @@ class DcpMetadata:
     """Every file that holds an item, and where its last item ends: as long as the file must be."""
     objects: tuple[ObjectItem, ...] = ()
     """The items of the entries that hold no tensor; one that is stored transformed is left out."""
+    bare: Mapping[str, int] = field(default_factory=dict)
+    """Files whose items have no room for an archive, and where the last item is said to start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,10 @@ class _Items:
     unsupported: dict[str, str]
     extents: dict[str, int]
     objects: list[ObjectItem] = field(default_factory=list)
+    starts: dict[str, int] = field(default_factory=dict)
+    """The last start of an item of a tensor in each file."""
+    archives: set[str] = field(default_factory=set)
+    """Files with an item of a tensor that is not exactly as long as its elements."""
 
 
 def metadata_of(loaded: object, *, where: str, budget: int) -> DcpMetadata:
@@ -96,10 +107,11 @@ def metadata_of(loaded: object, *, where: str, budget: int) -> DcpMetadata:
         UnknownFormat: The writer states a version of the format that this reader does not know.
     """
     fields = Fields(where, budget)
-    state_dict, storage, planner, notes, version = fields.values(loaded, MetadataRecord, _METADATA_FIELDS)
+    state_dict, storage, planner, notes, version, megatron = fields.values(loaded, MetadataRecord, _METADATA_FIELDS)
     _check_version(fields, version, where)
     tensors, skipped, unsupported = _entries(fields, state_dict)
     others = {entry.name for entry in skipped} | unsupported.keys()
+    unsupported |= {fqn: reason for fqn, reason in _flattened(fields, megatron) if fqn in tensors}
     items = _Items(tensors, others, unsupported, {})
     shards = list(_shards(fields, storage, items))
     fields.about = None
@@ -113,6 +125,7 @@ def metadata_of(loaded: object, *, where: str, budget: int) -> DcpMetadata:
         unsupported={_printable(fqn): reason for fqn, reason in unsupported.items()},
         extents=items.extents,
         objects=tuple(items.objects),
+        bare={path: start for path, start in items.starts.items() if path not in items.archives},
     )
 
 
@@ -200,10 +213,19 @@ def _shards(fields: Fields, value: object, items: _Items) -> Iterator[Shard]:
                 items.objects.append(ObjectItem(_printable(name), span))
             continue
         box = _claim(fields, tensor, offset)
-        if transforms:
-            items.unsupported.setdefault(name, f"its items are stored transformed by {_listed(fields, transforms)}")
+        _note_place(items, span, tensor.spec.dtype, box)
+        if transforms and (names := _listed(fields, transforms)) != _ZSTD:
+            reason = f"its items are stored transformed by {', '.join(map(named, names))}"
+            items.unsupported.setdefault(name, reason)
         if box.volume:
-            yield Shard(name, tensor.spec.dtype, box, span, TORCH_SAVE)
+            yield Shard(name, tensor.spec.dtype, box, span, TORCH_SAVE_ZSTD if transforms else TORCH_SAVE)
+
+
+def _note_place(items: _Items, span: Span, dtype: str, box: Box) -> None:
+    if span.start >= items.starts.get(span.path, 0):
+        items.starts[span.path] = span.start
+    if span.length * 8 != dtype_named(dtype).bits * box.volume:
+        items.archives.add(span.path)
 
 
 def _claim(fields: Fields, tensor: _Tensor, value: object) -> Box:
@@ -232,9 +254,16 @@ def _span(fields: Fields, stored: tuple[object, object, object], extents: dict[s
     return Span(path, start, stop)
 
 
-def _listed(fields: Fields, value: object) -> str:
+def _listed(fields: Fields, value: object) -> list[str]:
     names = fields.sequence(value, "transform_descriptors")
-    return ", ".join(named(fields.text(name, "transform_descriptors")) for name in names)
+    return [fields.text(name, "transform_descriptors") for name in names]
+
+
+def _flattened(fields: Fields, value: object) -> Iterator[tuple[str, str]]:
+    """Yield the tensors that Megatron-core's distributed optimizer saved in another shape than their own."""
+    for fqn, notes in fields.mapping([] if value is None else value, "mcore_data"):
+        if any(name == _FLATTENED for name, _ in fields.mapping(notes, f"mcore_data: {named(fqn)}")):
+            yield fqn, "Megatron-core saved it flattened, in another shape than its own: an optimizer state, no weight"
 
 
 def _nesting(fields: Fields, value: object) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -5,7 +5,8 @@ Where the bytes in the file are that run already (nearly always), a part is one 
 Otherwise a payload translates:
 
 - a ``torch_save`` item may keep the strides of a transposed tensor, or a storage larger than the tensor;
-- its bytes may be big-endian, or a complex tensor that is yet to be conjugated.
+- its bytes may be big-endian, or a complex tensor that is yet to be conjugated;
+- the item may be compressed: then it is a stream (`hfdcp_core.zstd_stream`), read in order or from its start again.
 
 What is read of an item is held against the CRC-32 that the item states. Parts are checked as they come and combined at
 the end, so nothing is read twice; only an item of odd strides that is too large to be held is read once more.
@@ -17,18 +18,20 @@ import itertools
 import math
 import mmap
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from hfdcp_core.catalog import RAW, Shard
+from hfdcp_core.catalog import RAW, TORCH_SAVE_ZSTD, Shard
 from hfdcp_core.distcp_file import TorchItem, read_item
 from hfdcp_core.errors import CorruptFile
 from hfdcp_core.manifest import CrcPart, SourceCheck
 from hfdcp_core.ops import combine_parts, crc32
 from hfdcp_core.store import Source
 from hfdcp_core.windows import Lattice, Strides
+from hfdcp_core.zstd_stream import ZstdStream
 
 Array = npt.NDArray[np.unsignedinteger]
 Fetch = Callable[[int, memoryview], None]
@@ -36,6 +39,9 @@ Fetch = Callable[[int, memoryview], None]
 
 SPARSE = 16
 """A strided box is read with the bytes between its elements unless those are more than so many times its own."""
+
+MOST_OVERHEAD = 64 << 20
+"""How much more than its elements a compressed item may hold: the archive around them, and the rest of a storage."""
 
 
 def page_aligned(nbytes: int) -> memoryview:
@@ -67,6 +73,20 @@ class Payload(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The bytes of a shard as they lie in its file, or in the stream that its file holds."""
+
+    fetch: Fetch
+    """Fills a buffer from a position in the payload on."""
+    where: str
+    """What it is, for messages."""
+    span: str
+    """Which bytes of which file."""
+    item: TorchItem | None = None
+    """What is known of the payload; nothing of raw bytes."""
+
+
 def open_payload(source: Source, shard: Shard, *, scratch: memoryview, in_order: bool = True) -> Payload:
     """Open a shard for reading.
 
@@ -81,79 +101,109 @@ def open_payload(source: Source, shard: Shard, *, scratch: memoryview, in_order:
     Raises:
         CorruptFile: What lies there is not the shard that the checkpoint describes.
     """
+    where = f"{source.url}: {shard}"
     if shard.encoding == RAW:
-        return _Plain(source, shard, shard.span.start)
-    item = read_item(_fetcher(source, shard), shard.span.length, where=f"{source.url}: {shard}")
-    _compare(item, shard, source.url)
+        return _Plain(_Stored(_fetch_from(source, shard), where, str(shard.span)))
+    item, fetch = open_item(source, shard)
+    stored = _Stored(_behind(fetch, item.start), where, str(shard.span), item)
     if item.row_major and item.storage_offset == 0 and item.storage_bytes == _lattice(shard).nbytes:
         if not in_order:
-            verify(source, shard, item, scratch)
-        return _Plain(source, shard, shard.span.start + item.start, item, checked=not in_order)
-    return _Strided(source, shard, item, scratch)
+            _verify(stored, scratch)
+        return _Plain(stored, checked=not in_order)
+    return _Strided(stored, item, scratch)
+
+
+def open_item(source: Source, shard: Shard) -> tuple[TorchItem, Fetch]:
+    """Find the payload of a shard in its ``torch.save`` archive; no byte of the payload is looked at.
+
+    Returns:
+        The payload, and what fills a buffer with bytes of the archive.
+
+    Raises:
+        CorruptFile: What lies there is not the shard that the checkpoint describes.
+        UnsafePickle: It is something else than a plain dense tensor.
+        UnknownDtype: safetensors cannot hold its dtype.
+    """
+    where, span = f"{source.url}: {shard}", shard.span
+
+    def read(start: int, stop: int) -> bytes:
+        return source.read(span.path, span.start + start, span.start + stop)
+
+    if shard.encoding == TORCH_SAVE_ZSTD:
+        stream = ZstdStream(read, span.length, most=_lattice(shard).nbytes + MOST_OVERHEAD, where=where)
+        fetch: Fetch = stream.read_into
+        item = read_item(stream.read, stream.length, where=where)
+    else:
+        fetch = _fetch_from(source, shard)
+        item = read_item(read, span.length, where=where)
+    if (item.dtype, item.shape) != (shard.dtype, shard.box.shape):
+        found = f"{item.dtype}{list(item.shape)}"
+        raise CorruptFile(f"{where}: the item holds {found}, expected {shard.dtype}{list(shard.box.shape)}")
+    return item, fetch
 
 
 def _lattice(shard: Shard) -> Lattice:
     return Lattice.of(shard.dtype, shard.box.shape)
 
 
-def _fetcher(source: Source, shard: Shard) -> Callable[[int, int], bytes]:
-    def fetch(start: int, stop: int) -> bytes:
-        return source.read(shard.span.path, shard.span.start + start, shard.span.start + stop)
+def _fetch_from(source: Source, shard: Shard) -> Fetch:
+    def fetch(start: int, buffer: memoryview) -> None:
+        source.read_into(shard.span.path, shard.span.start + start, buffer)
 
     return fetch
 
 
-def _compare(item: TorchItem, shard: Shard, url: str) -> None:
-    """Refuse an item that is another tensor than the one the checkpoint's metadata speaks of."""
-    if (item.dtype, item.shape) != (shard.dtype, shard.box.shape):
-        found = f"{item.dtype}{list(item.shape)}"
-        raise CorruptFile(f"{url}: {shard}: the item holds {found}, expected {shard.dtype}{list(shard.box.shape)}")
+def _behind(fetch: Fetch, first: int) -> Fetch:
+    """Count from ``first`` on."""
+
+    def behind(start: int, buffer: memoryview) -> None:
+        fetch(first + start, buffer)
+
+    return behind
 
 
 class _Plain:
-    """Bytes that lie in the file as they are wanted, but perhaps to be put right in place."""
+    """Bytes that lie as they are wanted, but perhaps to be put right in place."""
 
-    def __init__(
-        self, source: Source, shard: Shard, start: int, item: TorchItem | None = None, *, checked: bool = False
-    ) -> None:
-        self._source, self._shard, self._start, self._item = source, shard, start, item
-        self._checked = checked
+    def __init__(self, stored: _Stored, *, checked: bool = False) -> None:
+        self._stored, self._checked = stored, checked
         self._parts: list[tuple[int, int, int]] = []
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        self._source.read_into(self._shard.span.path, self._start + start, buffer)
-        if self._item is not None:
-            if self._item.crc32 is not None and not self._checked:
+        self._stored.fetch(start, buffer)
+        if (item := self._stored.item) is not None:
+            if item.crc32 is not None and not self._checked:
                 self._parts.append((start, start + len(buffer), crc32(buffer)))
-            put_right(self._item, np.frombuffer(buffer, np.uint8))
+            put_right(item, np.frombuffer(buffer, np.uint8))
 
     def check(self) -> SourceCheck:
-        if self._item is None or self._item.crc32 is None:
+        item = self._stored.item
+        if item is None or item.crc32 is None:
             return SourceCheck(unchecked=1)
         if self._checked:
             return SourceCheck(verified=1)
-        size, stated = self._item.storage_bytes, self._item.crc32
+        size, stated = item.storage_bytes, item.crc32
         parts = combine_parts(self._parts)
         if [part[:2] for part in parts] != [(0, size)]:
-            return SourceCheck(parts=tuple(CrcPart(str(self._shard.span), *part, size, stated) for part in parts))
-        compare_crc(parts[0][2], self._item, f"{self._source.url}: {self._shard}")
+            return SourceCheck(parts=tuple(CrcPart(self._stored.span, *part, size, stated) for part in parts))
+        compare_crc(parts[0][2], item, self._stored.where)
         return SourceCheck(verified=1)
 
 
-def verify(source: Source, shard: Shard, item: TorchItem, scratch: memoryview) -> None:
+def _verify(stored: _Stored, scratch: memoryview) -> None:
     """Read an item's whole payload for its CRC-32, a scratch full at a time.
 
     Raises:
         CorruptFile: It is not the one that the item states.
     """
-    if item.crc32 is None:
+    if stored.item is None or stored.item.crc32 is None:
         return
     crc = 0
-    for start in range(0, item.storage_bytes, len(scratch)):
-        part = scratch[: item.storage_bytes - start]
-        source.read_into(shard.span.path, shard.span.start + item.start + start, part)
+    for start in range(0, stored.item.storage_bytes, len(scratch)):
+        part = scratch[: stored.item.storage_bytes - start]
+        stored.fetch(start, part)
         crc = crc32(part, crc)
-    compare_crc(crc, item, f"{source.url}: {shard}")
+    compare_crc(crc, stored.item, stored.where)
 
 
 def compare_crc(found: int, item: TorchItem, where: str) -> None:
@@ -178,14 +228,10 @@ def put_right(item: TorchItem, data: npt.NDArray[np.uint8]) -> None:
 class _Strided:
     """Elements that lie in another order, or between others."""
 
-    def __init__(self, source: Source, shard: Shard, item: TorchItem, scratch: memoryview) -> None:
-        self._source, self._shard, self._item, self._scratch = source, shard, item, scratch
-        self._base = shard.span.start + item.start
+    def __init__(self, stored: _Stored, item: TorchItem, scratch: memoryview) -> None:
+        self._fetch, self._item, self._scratch = stored.fetch, item, scratch
         self._lattice = Lattice(item.unit_bytes, item.unit_shape)
-        verify(source, shard, item, scratch)
-
-    def _fetch(self, start: int, buffer: memoryview) -> None:
-        self._source.read_into(self._shard.span.path, self._base + start, buffer)
+        _verify(stored, scratch)
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         size = self._lattice.itemsize
