@@ -133,6 +133,22 @@ def _url(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="URL", help="checkpoint: a folder, or any URL that fsspec knows")
 
 
+def _found(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("where the checkpoint is")
+    group.add_argument(
+        "--also",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="another place that holds files of the same checkpoint, such as a node's own disk; may be repeated",
+    )
+    group.add_argument(
+        "--latest",
+        action="store_true",
+        help="the newest complete step below the place that is named; steps that are not complete are passed over",
+    )
+
+
 def _sink(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sink", metavar="SINK", help="where the output goes: a folder or URL")
 
@@ -277,15 +293,15 @@ COMMANDS = (
         "inspect",
         "say what lies at a URL: format, tensors, bytes, what is left out, what is missing",
         "Reads metadata only, and writes nothing.",
-        ("inspect runs/7b/step-1000", "inspect gs://bucket/step-1000 --json"),
-        (_url, _chosen, _stored),
+        ("inspect runs/7b/step-1000", "inspect gs://bucket/step-1000 --json", "inspect runs/7b --latest"),
+        (_url, _found, _chosen, _stored),
     ),
     Command(
         "plan",
         "dry run: which files would be written, how large, in how much memory",
         "Proves that every wanted element comes from exactly one place, and writes nothing.",
         ("plan runs/7b/step-1000 --max-file-size 2GB",),
-        (_source, _planned_sink, _chosen, _shaped, _stored),
+        (_source, _planned_sink, _found, _chosen, _shaped, _stored),
     ),
     Command(
         "consolidate",
@@ -295,15 +311,16 @@ COMMANDS = (
         (
             "consolidate runs/7b/step-1000 out/7b",
             "consolidate gs://bucket/step-1000 out/7b --exclude 'ema.*' --memory 1GiB",
+            "consolidate /mnt/node0/step-1000 out/7b --also /mnt/node1/step-1000 --also /mnt/node2/step-1000",
         ),
-        (_source, _sink, _chosen, _shaped, _stored),
+        (_source, _sink, _found, _chosen, _shaped, _stored),
     ),
     Command(
         "validate",
         "read and hash an output again, against its manifest, its source or the Hub",
         "At any later day: tells whether every byte is still what was written.",
         ("validate out/7b", "validate out/7b --source runs/7b/step-1000 --repo me/7b"),
-        (_sink_to_validate, _compared, _stored),
+        (_sink_to_validate, _compared, _found, _stored),
     ),
     Command(
         "push",
@@ -319,8 +336,9 @@ COMMANDS = (
         (
             "publish runs/7b/step-1000 me/7b",
             "publish gs://bucket/step-1000 me/7b --sink out/7b --direct",
+            "publish runs/7b me/7b --latest",
         ),
-        (_source, _repo, _kept, _chosen, _shaped, _committed, _stored),
+        (_source, _repo, _kept, _found, _chosen, _shaped, _committed, _stored),
     ),
     Command(
         "demo",

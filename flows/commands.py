@@ -122,7 +122,7 @@ JOB_OPTIONS = frozenset(field.name for field in fields(Job))
 def job_of(args: Namespace) -> Job:
     """Return what is asked as a value; storage options are set for the process and stay there."""
     given = {name: value for name, value in vars(args).items() if name in JOB_OPTIONS}
-    given |= {name: tuple(given[name]) for name in ("include", "exclude") if name in given}
+    given |= {name: tuple(given[name]) for name in ("include", "exclude", "also") if name in given}
     job = Job(**({"source": "", "sink": ""} | given) | ({"memory_bytes": args.memory} if "memory" in args else {}))
     assert job.window_bytes  # refuses too little memory before anything is read
     for protocol, options in storage_options(args, job).items():
@@ -137,7 +137,7 @@ def storage_options(args: Namespace, job: Job) -> Mapping[str, Mapping[str, obje
         UsageError: Options are given for a local path, or both ends need other ones of the same protocol.
     """
     chosen: dict[str, dict[str, object]] = {}
-    for end, url in (("source", job.source), ("sink", job.sink)):
+    for end, url in (("source", job.source), *(("source", url) for url in job.also), ("sink", job.sink)):
         own = getattr(args, f"{end}_options", None)
         protocol = protocol_of(url)
         if own and not protocol:

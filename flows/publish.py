@@ -32,7 +32,7 @@ from hfdcp_tasks.validate import validate
 
 
 class Selection(BaseModel):
-    """Which tensors are taken, and under which names."""
+    """Which checkpoint and which of its tensors are taken, and under which names."""
 
     include: tuple[str, ...] = Field(
         default=(), title="Include", description="Globs of names to take; none: every weight."
@@ -40,6 +40,12 @@ class Selection(BaseModel):
     exclude: tuple[str, ...] = Field(default=(), title="Exclude", description="Globs of names to leave out.")
     recipe: str = Field(
         default="auto", title="Recipe", description="auto cleans wrappers' prefixes; none keeps every name."
+    )
+    also: tuple[str, ...] = Field(
+        default=(), title="Also", description="URLs of further places that hold files of the same checkpoint."
+    )
+    latest: bool = Field(
+        default=False, title="Latest step", description="Take the newest complete step below the source."
     )
     world_size: int = Field(
         default=0,

@@ -74,6 +74,7 @@ def of_inspection(found: Inspection, job: Job) -> Answer:
     document = {"command": "inspect", "source": job.source, "nbytes": found.nbytes, **_encoded(found)}
     lines = [
         f"{job.source}: {found.format}, {counted(found.files, 'file')}, {in_bytes(found.source_bytes)}",
+        *found.said,
         f"{counted(len(found.wanted), 'tensor')}, {in_bytes(found.nbytes)}: {_by_dtype(found.wanted)}",
         *_tensors(found.wanted),
         *_notes(found.skipped, found.unproved),
@@ -115,6 +116,7 @@ def of_plan(gathered: Gathered, planned: Planned, job: Job) -> Answer:
     files = f"{counted(planned.tensors, 'tensor')} in {counted(len(planned.files), 'file')}"
     lines = [
         f"{job.source}: {gathered.format}, {counted(gathered.files, 'file')}, {shards}",
+        *gathered.said,
         *_notes(gathered.skipped, gathered.unproved),
         f"would write {files}, {size}, by {copies}, in at most {planned.peak_bytes >> 20} MiB of memory",
         *(f"  {file.path}  {in_bytes(file.size)}{'  (done)' if file.done else ''}" for file in planned.files),

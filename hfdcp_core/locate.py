@@ -20,8 +20,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from hfdcp_core import extras, homes
 from hfdcp_core import gather as gathering
-from hfdcp_core import homes
 from hfdcp_core.catalog import Catalog
 from hfdcp_core.errors import CorruptFile, IncompleteCheckpoint, SourceError, StorageNotFound, UnknownFormat
 from hfdcp_core.homes import Folder, Home
@@ -67,8 +67,8 @@ class Located:
     """What a person should hear of how it was found."""
 
 
-def locate(job: Job) -> Located:
-    """Find the checkpoint that a job means, and gather it.
+def locate(job: Job, *, deep: bool = False) -> Located:
+    """Find the checkpoint that a job means, and gather it; ``deep``: opening every item of it.
 
     Raises:
         UnknownFormat: Nothing that can be read lies there, or more than one checkpoint; ``problems`` lists them.
@@ -78,10 +78,12 @@ def locate(job: Job) -> Located:
     source = _named(job)
     search = _Search(source)
     found = _latest(source, search, job) if job.latest else None
-    if found:
-        return found
-    chosen = search.only()
-    return _gathered(source, chosen.folder, job, (f"found in {chosen}",) if chosen.folder else ())
+    if not found:
+        chosen = search.only()
+        found = _gathered(source, chosen.folder, job, (f"found in {chosen}",) if chosen.folder else ())
+    if deep:
+        return replace(found, catalog=gathering.gather(found.source, world_size=job.world_size, deep=True))
+    return found
 
 
 def _latest(source: Source, search: _Search, job: Job) -> Located | None:
@@ -143,7 +145,7 @@ def _gathered(source: Source, folder: str, job: Job, said: tuple[str, ...]) -> L
 
 
 def _listed(found: Source, folder: str, job: Job, said: tuple[str, ...]) -> Located:
-    catalog = gathering.gather(found, world_size=job.world_size)
+    catalog = extras.look_into(gathering.gather(found, world_size=job.world_size), found, every=job.keep_extra)
     holders = {stamp.path: found.holder(stamp.path) for stamp in catalog.files} if isinstance(found, Union) else {}
     return Located(found, catalog, Pinned(folder, holders), said)
 
@@ -165,8 +167,9 @@ def _attempt(source: Source, candidate: Candidate, job: Job) -> Located | str:
 class _Search:
     """A bounded look at the folders below a source."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, most_listings: int = MOST_LISTINGS) -> None:
         self._source = source
+        self._most = most_listings
         self._listings = 0
         self._unseen = 0
         self._seen: dict[str, tuple[Folder, Home | None] | None] = {}
@@ -203,6 +206,10 @@ class _Search:
 
     def _of_step(self, folder: str) -> Candidate:
         found = self._candidates(folder, DEPTH - 1)
+        if self._unseen:
+            raise UnknownFormat(
+                f"{self._source.url}: {self._most} folders were listed, up to {folder}; name a closer one"
+            )
         if len(found) > 1:
             raise _several(self._source.url, found)
         return found[0] if found else Candidate(folder, Home("nothing that looks like weights", "unfinished"))
@@ -251,7 +258,7 @@ class _Search:
     def _look(self, path: str) -> tuple[Folder, Home | None] | None:
         """Look at a folder once; None where it is not there, is not worth it, or was one too many."""
         if path not in self._seen:
-            if self._listings >= MOST_LISTINGS:
+            if self._listings >= self._most:
                 self._unseen += 1
                 return None
             try:

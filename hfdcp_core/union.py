@@ -193,7 +193,7 @@ class _Copies:
         headed = [path for path in self._several if path.endswith(".safetensors")]
         whole = {path: self._with_own_size(path) for path in headed}
         self._refuse("hold different bytes; one is of another save", headed, whole)
-        return self._shards(weights) | {path: self._pick(path, whole[path]) for path in headed}
+        return self._shards(weights) | {path: (whole[path] or self._longest(path))[0] for path in headed}
 
     def _refuse(self, what: str, paths: Sequence[str], among: Mapping[str, Sequence[int]] | None = None) -> None:
         """Refuse files whose copies, all of them or those in some places, are not the same bytes."""
@@ -223,9 +223,10 @@ class _Copies:
                 return False
         return True
 
-    def _pick(self, path: str, whole: Sequence[int]) -> int:
-        copies = self._several[path]
-        return whole[0] if whole else max(copies, key=lambda number: copies[number].size)
+    def _longest(self, path: str) -> list[int]:
+        """Return the places of the longest copies."""
+        most = max(stamp.size for stamp in self._several[path].values())
+        return [number for number, stamp in self._several[path].items() if stamp.size == most]
 
     # ---- safetensors: the size that a file's own header states ----
 
@@ -252,16 +253,17 @@ class _Copies:
             self._refuse("hold different bytes; one is of another save, or cut short", paths)
             return {}
         extents, spans = stated
-        chosen, problems = {}, []
+        alike, bytewise, problems = {}, [], []
         for path in paths:
             whole = [n for n, stamp in self._several[path].items() if stamp.size == extents.get(path, stamp.size)]
-            chosen[path] = self._pick(path, whole)
-            if path in extents:
-                problems += [
-                    p for n in whole[1:] if (p := self._item_problem(path, (whole[0], n), spans.get(path, ())))
-                ]
+            alike[path] = whole or self._longest(path)
+            if path in spans and whole:
+                problems += [p for n in whole[1:] if (p := self._item_problem(path, (whole[0], n), spans[path]))]
+            elif path in extents:
+                bytewise.append(path)
         self._raise("hold different bytes; one is of another save", problems)
-        return chosen
+        self._refuse("hold different bytes; one is of another save", bytewise, alike)
+        return {path: numbers[0] for path, numbers in alike.items()}
 
     def _stated(self) -> tuple[Mapping[str, int], Mapping[str, list[Span]]] | None:
         source = Union(self._places)
@@ -270,9 +272,11 @@ class _Copies:
         except StorageNotFound:
             return None
         found = read_metadata(source.read(METADATA, 0, size), path=f"{source.url}/{METADATA}")
+        # A file that may hold its tensors otherwise than item by item is compared as a whole.
         spans: dict[str, list[Span]] = {}
-        for entry in (*found.shards, *found.objects):
-            spans.setdefault(entry.span.path, []).append(entry.span)
+        for span in (*(shard.span for shard in found.shards), *(entry.span for entry in found.objects)):
+            if span.path not in found.bare:
+                spans.setdefault(span.path, []).append(span)
         return found.extents, spans
 
     def _item_problem(self, path: str, pair: tuple[int, int], spans: Sequence[Span]) -> str | None:

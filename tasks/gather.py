@@ -11,6 +11,8 @@ from hfdcp_tasks.options import begin, log, step
 def gather(job: Job) -> str:
     """List the tensors of the checkpoint and their shards, and return the digest of its files."""
     found = publish.gather(job, progress=begin().progress)
+    for line in found.said:
+        log().info("%s", line)
     left_out = len(found.skipped)
     log().info("gathered %s: %d tensors in %d files, %d left out", found.format, found.tensors, found.files, left_out)
     return found.source_digest

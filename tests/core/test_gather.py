@@ -85,7 +85,7 @@ def test_files_that_the_metadata_does_not_name_do_not_count(checkpoint: Mapping[
 def test_an_absent_shard_file_is_named(checkpoint: Mapping[str, bytes]) -> None:
     with pytest.raises(IncompleteCheckpoint) as caught:
         gather(stored({".metadata": checkpoint[".metadata"]}))
-    assert caught.value.problems == ("__0_0.distcp",)
+    assert caught.value.problems == ("rank 0: __0_0.distcp",)
 
 
 def test_absent_metadata_beside_shard_files_is_an_unfinished_save(checkpoint: Mapping[str, bytes]) -> None:
@@ -218,7 +218,7 @@ def test_the_number_of_ranks_proves_that_no_shard_is_lost() -> None:
 @pytest.mark.parametrize(
     ("world_size", "problem"),
     [
-        (4, "shard-00004-model-00001-of-00001.safetensors is not there"),
+        (4, "rank 3: shard-00004-model-00001-of-00001.safetensors is not there"),
         (2, "shard-00003-model-00001-of-00001.safetensors is of another save"),
     ],
 )
@@ -292,10 +292,17 @@ def test_a_whole_file_among_shards_is_refused() -> None:
 # ---- nothing ----
 
 
-def test_a_folder_without_a_checkpoint_says_what_was_found_and_where_one_is(checkpoint: Mapping[str, bytes]) -> None:
+def test_a_folder_without_a_checkpoint_says_what_was_found(checkpoint: Mapping[str, bytes]) -> None:
     files = {f"step-100/{name}": raw for name, raw in checkpoint.items()}
-    with pytest.raises(UnknownFormat, match=r"found notes\.txt, step-100/; there are checkpoints in step-100"):
+    with pytest.raises(UnknownFormat, match=r"no \*\.safetensors\); found notes\.txt, step-100/"):
         gather(stored({"notes.txt": b"hello", **files}))
+
+
+def test_an_index_without_any_of_its_files_is_an_incomplete_checkpoint() -> None:
+    store = fresh()
+    store.put("model.safetensors.index.json", write_index({"a": "a.safetensors"}, total_size=4, total_parameters=1))
+    with pytest.raises(IncompleteCheckpoint, match="none of the files that it names"):
+        gather(store)
 
 
 def test_an_empty_local_folder_is_no_checkpoint(tmp_path) -> None:

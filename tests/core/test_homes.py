@@ -1,4 +1,4 @@
-"""What a folder is taken for: one listing for each framework, and the words with which what cannot be read is refused."""
+"""What a folder is taken for: one listing for each framework, and the words that refuse what cannot be read."""
 
 import json
 from dataclasses import replace

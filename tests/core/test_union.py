@@ -1,0 +1,277 @@
+"""Several places are read as one: the copies that count are whole, and copies that differ are never guessed among."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.numpy import save
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+from hfdcp_core.distcp_file import read_metadata
+from hfdcp_core.errors import CorruptFile, IncompleteCheckpoint, StorageNotFound
+from hfdcp_core.gather import gather
+from hfdcp_core.store import Sink, open_store
+from hfdcp_core.union import Below, Union, below, settle
+
+DISTCP, OTHER = "__0_0.distcp", "__1_0.distcp"
+SHARD = "shard-0000{}-model-00001-of-00001.safetensors"
+Files = Mapping[str, bytes]
+
+
+def place(files: Files) -> Sink:
+    """Return a store in memory with these files."""
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    for path, raw in files.items():
+        store.put(path, raw)
+    return store
+
+
+def union(*places: Files) -> Union:
+    return Union([place(files) for files in places])
+
+
+def saved(folder: Path, fill: float) -> Files:
+    """Return the files of a checkpoint of two tensors, one of them in a transposed layout, and an object."""
+    state = {"w": torch.full((64, 32), fill), "t": torch.full((8, 4), fill).t(), "epoch": "first"}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return saved(tmp_path_factory.mktemp("one"), 1.0)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """The next step of the same run: every file as long as before."""
+    return saved(tmp_path_factory.mktemp("two"), 2.0)
+
+
+@pytest.fixture(scope="module")
+def as_safetensors(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """A checkpoint whose .distcp file ends with a safetensors file, so that no item says where a tensor lies."""
+    folder = tmp_path_factory.mktemp("safetensors")
+    writer = dcp.FileSystemWriter(folder, serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save({"w": torch.ones(64, 32), "b": torch.ones(5)}, storage_writer=writer, no_dist=True)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def without_checksums(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    torch.serialization.set_crc32_options(False)
+    try:
+        return saved(tmp_path_factory.mktemp("unchecked"), 1.0)
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+def shard(rank: int, fill: float = 0.0, rows: int = 2) -> bytes:
+    """Return one rank's file of torch's safetensors writer."""
+    sharding = json.dumps({"w": {"saved_offsets": [2 * rank, 0]}})
+    return save({"w": np.full((rows, 3), fill, np.float32)}, {"DCP_SHARDING_INFO": sharding, "format": "pt"})
+
+
+def payload(files: Files, fqn: str) -> tuple[int, int]:
+    """Return where the item of a tensor lies in the one file."""
+    found = read_metadata(files[".metadata"], path="x")
+    span = next(shard.span for shard in found.shards if shard.fqn == fqn)
+    return span.start, span.stop
+
+
+def flipped(raw: bytes, at: int) -> bytes:
+    return raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]
+
+
+# ---- as a source ----
+
+
+def test_each_file_is_listed_once_and_read_from_the_place_that_has_it() -> None:
+    joined = union({"a": b"12", "x/c": b"5"}, {"a": b"99", "b": b"34", "x/d": b"6"})
+    listing = joined.list()
+    assert ([stamp.path for stamp in listing.files], listing.folders) == (["a", "b"], ("x",))
+    assert [stamp.path for stamp in joined.list("x").files] == ["x/c", "x/d"]
+    assert (joined.read("a", 0, 2), joined.read("b", 1, 2)) == (b"12", b"4")
+    buffer = bytearray(1)
+    joined.read_into("x/d", 0, memoryview(buffer))
+    assert buffer == b"6"
+    assert joined.stat("b").size == 2
+    assert (joined.holder("a"), joined.holder("b")) == (0, 1)
+
+
+def test_a_choice_of_places_goes_before_their_order() -> None:
+    places = [place({"a": b"12"}), place({"a": b"345"})]
+    joined = Union(places, {"a": 1})
+    assert (joined.read("a", 0, 3), joined.stat("a").size, joined.list().files[0].size) == (b"345", 3, 3)
+
+
+def test_what_is_in_no_place_is_not_found() -> None:
+    joined = union({"a": b"1"}, {"b": b"1"})
+    for look in (joined.stat, joined.holder, joined.list):
+        with pytest.raises(StorageNotFound):
+            look("nowhere")
+
+
+def test_a_union_names_all_its_places() -> None:
+    assert Union([open_store("/n0/c"), open_store("/n1/c")]).url == "{/n0/c,/n1/c}"
+
+
+def test_a_folder_of_a_source_is_a_source() -> None:
+    store = place({"step-1/a": b"12", "step-1/x/b": b"34", "other": b"5"})
+    inner = below(store, "step-1")
+    assert isinstance(inner, Below)
+    assert inner.url == f"{store.url}/step-1"
+    assert ([stamp.path for stamp in inner.list().files], inner.list().folders) == (["a"], ("x",))
+    assert [stamp.path for stamp in inner.list("x").files] == ["x/b"]
+    assert inner.stat("a").path == "a"
+    buffer = bytearray(1)
+    inner.read_into("a", 1, memoryview(buffer))
+    assert buffer == b"2"
+    assert (inner.read("a", 0, 2), inner.stat("x/b").size) == (b"12", 2)
+    assert below(store, "") is store
+
+
+# ---- distributed checkpoints ----
+
+
+def test_files_of_one_save_in_several_places_are_one_checkpoint(one: Files) -> None:
+    """verl 2402: each node kept its own ranks' files only."""
+    joined = settle(union({".metadata": one[".metadata"]}, {DISTCP: one[DISTCP]}))
+    assert set(gather(joined).tensors) == {"w", "t"}
+    assert (joined.holder(".metadata"), joined.holder(DISTCP)) == (0, 1)
+
+
+def test_a_file_that_is_nowhere_is_listed_by_rank(one: Files) -> None:
+    with pytest.raises(IncompleteCheckpoint, match="names files that are not there") as caught:
+        gather(settle(union({".metadata": one[".metadata"]}, {OTHER: b"of nobody"})))
+    assert caught.value.problems == (f"rank 0: {DISTCP}",)
+
+
+@pytest.mark.parametrize("cut_first", [True, False])
+def test_the_copy_that_is_as_long_as_stated_is_read(one: Files, cut_first: bool) -> None:
+    """A copy to another bucket that was interrupted, and taken up elsewhere."""
+    cut = {**one, DISTCP: one[DISTCP][:-1000]}
+    joined = settle(union(cut, one) if cut_first else union(one, cut))
+    assert joined.stat(DISTCP).size == len(one[DISTCP])
+    assert set(gather(joined).tensors) == {"w", "t"}
+
+
+def test_where_no_copy_is_whole_the_longest_is_complained_of(one: Files) -> None:
+    with pytest.raises(CorruptFile, match="cut short") as caught:
+        gather(settle(union({**one, DISTCP: one[DISTCP][:10]}, {DISTCP: one[DISTCP][:-1]})))
+    assert f"{len(one[DISTCP]) - 1} bytes" in caught.value.problems[0]
+
+
+def test_equal_copies_are_one_file(one: Files) -> None:
+    joined = settle(union(one, one))
+    assert joined.holder(DISTCP) == 0
+
+
+def test_two_metadata_files_are_two_checkpoints_and_both_are_named(one: Files, two: Files) -> None:
+    joined = union(one, {".metadata": two[".metadata"]})
+    with pytest.raises(CorruptFile, match="say different things") as caught:
+        settle(joined)
+    assert all(each.url in caught.value.problems[0] for each in joined.places)
+
+
+def test_a_stale_file_of_the_same_length_is_refused_wherever_it_stands(one: Files, two: Files) -> None:
+    assert len(one[DISTCP]) == len(two[DISTCP])
+    for places in [(one, {DISTCP: two[DISTCP]}), ({DISTCP: two[DISTCP]}, one)]:
+        joined = union(*places)
+        with pytest.raises(CorruptFile, match="of another save") as caught:
+            settle(joined)
+        assert all(each.url in caught.value.problems[0] for each in joined.places)
+
+
+def test_checksums_tell_the_copies_apart_without_reading_all_of_them(one: Files) -> None:
+    """A flipped byte in a payload leaves the directories equal: whoever reads it finds it, by the same checksum."""
+    start, stop = payload(one, "w")
+    damaged = {DISTCP: flipped(one[DISTCP], (start + stop) // 2)}
+    assert settle(union(one, damaged)).holder(DISTCP) == 0
+
+
+def test_without_checksums_the_bytes_are_compared(without_checksums: Files) -> None:
+    files = without_checksums
+    start, stop = payload(files, "w")
+    assert settle(union(files, files)).holder(DISTCP) == 0
+    with pytest.raises(CorruptFile, match="of another save"):
+        settle(union(files, {DISTCP: flipped(files[DISTCP], (start + stop) // 2)}))
+
+
+def test_damaged_items_are_compared_by_their_bytes(one: Files) -> None:
+    _, stop = payload(one, "w")
+    damaged = {DISTCP: flipped(one[DISTCP], stop - 20)}
+    with pytest.raises(CorruptFile, match="of another save"):
+        settle(union(one, damaged))
+    with pytest.raises(CorruptFile, match="of another save"):
+        settle(union(damaged, one))
+
+
+def test_safetensors_inside_of_distcp_files_are_compared_as_a_whole(as_safetensors: Files) -> None:
+    files = as_safetensors
+    assert settle(union(files, files)).holder(DISTCP) == 0
+    assert settle(union({**files, DISTCP: files[DISTCP][:-9]}, files)).holder(DISTCP) == 1
+    with pytest.raises(CorruptFile, match="of another save"):
+        settle(union(files, {DISTCP: flipped(files[DISTCP], len(files[DISTCP]) - 5)}))
+
+
+def test_files_that_the_metadata_does_not_name_may_differ(one: Files) -> None:
+    settle(union({**one, OTHER: b"old", "notes.txt": b"1"}, {OTHER: b"older", "notes.txt": b"22"}))
+
+
+@pytest.mark.parametrize("other", [b"short", b"of another length"])
+def test_without_metadata_nothing_tells_which_copy_counts(other: bytes) -> None:
+    with pytest.raises(CorruptFile, match="or cut short"):
+        settle(union({DISTCP: b"these"}, {DISTCP: other}))
+    assert settle(union({DISTCP: b"these"}, {DISTCP: b"these"})).holder(DISTCP) == 0
+
+
+def test_metadata_of_single_ranks_must_agree_too() -> None:
+    settle(union({"__0.metadata": b"a"}, {"__1.metadata": b"b"}))
+    with pytest.raises(CorruptFile, match=r"__0\.metadata"):
+        settle(union({"__0.metadata": b"a"}, {"__0.metadata": b"b"}))
+
+
+# ---- safetensors ----
+
+
+def test_sharded_safetensors_in_several_places_are_one_checkpoint() -> None:
+    joined = settle(union({SHARD.format(1): shard(0)}, {SHARD.format(2): shard(1)}))
+    catalog = gather(joined, world_size=2)
+    assert (catalog.tensors["w"].shape, catalog.unproved) == ((4, 3), None)
+
+
+def test_of_safetensors_copies_the_one_counts_that_is_as_long_as_its_header_says() -> None:
+    whole = {SHARD.format(1): shard(0)}
+    for cut in (shard(0)[:-4], shard(0)[:20], b"", b"\xff" * 64):
+        joined = settle(union({SHARD.format(1): cut}, whole))
+        assert joined.holder(SHARD.format(1)) == 1
+
+
+def test_where_no_safetensors_copy_is_whole_the_longest_is_complained_of() -> None:
+    joined = settle(union({SHARD.format(1): shard(0)[:-8]}, {SHARD.format(1): shard(0)[:-4]}))
+    assert joined.holder(SHARD.format(1)) == 1
+    with pytest.raises(CorruptFile):
+        gather(joined)
+
+
+def test_safetensors_copies_must_be_equal() -> None:
+    name = SHARD.format(1)
+    assert settle(union({name: shard(0)}, {name: shard(0)})).holder(name) == 0
+    for other in (shard(0, fill=1.0), shard(0, rows=1)):
+        with pytest.raises(CorruptFile, match="of another save") as caught:
+            settle(union({name: shard(0)}, {name: other}))
+        assert name in caught.value.problems[0]
+
+
+def test_indexes_must_agree() -> None:
+    name = "model.safetensors.index.json"
+    with pytest.raises(CorruptFile, match="say different things"):
+        settle(union({name: b"{}"}, {name: b"{ }"}))
