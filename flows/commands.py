@@ -137,14 +137,14 @@ def storage_options(args: Namespace, job: Job) -> Mapping[str, Mapping[str, obje
         UsageError: Options are given for a local path, or both ends need other ones of the same protocol.
     """
     chosen: dict[str, dict[str, object]] = {}
-    for end, url in (("source", job.source), *(("source", url) for url in job.also), ("sink", job.sink)):
+    for end, urls in (("source", (job.source, *job.also)), ("sink", (job.sink,))):
         own = getattr(args, f"{end}_options", None)
-        protocol = protocol_of(url)
-        if own and not protocol:
-            raise UsageError(f"--{end}-options are given, but the {end} {url!r} is not a URL of a remote storage")
+        protocols = sorted({protocol for url in urls if (protocol := protocol_of(url))})
+        if own and not protocols:
+            raise UsageError(f"--{end}-options are given, but the {end} {urls[0]!r} is not a URL of a remote storage")
         options = {**(getattr(args, "storage_options", None) or {}), **(own or {})}
-        if protocol and options and chosen.setdefault(protocol, options) != options:
-            raise UsageError(f"source and sink are both {protocol}://, so they cannot have options of their own")
+        if options and any(chosen.setdefault(protocol, options) != options for protocol in protocols):
+            raise UsageError(f"source and sink are both {protocols[0]}://, so they cannot have options of their own")
     if getattr(args, "storage_options", None) and not chosen:
         raise UsageError("--storage-options are given, but nothing lies in a remote storage")
     return chosen

@@ -15,12 +15,15 @@ def options_of(*argv: str) -> dict[str, object]:
 
 def test_every_option_of_a_job_reaches_it() -> None:
     given = "publish a me/b --sink c --include x --exclude y --recipe none --world-size 4 --accept-unproved"
+    given += " --also d --also e --latest"
     given += " --max-file-size 1GB --memory 1GiB --workers 3 --overwrite --revision dev --message hello --allow-public"
     assert job_of(parse(given.split())) == Job(
         source="a",
         sink="c",
         repo="me/b",
         revision="dev",
+        also=("d", "e"),
+        latest=True,
         include=("x",),
         exclude=("y",),
         recipe="none",
@@ -59,6 +62,12 @@ def test_storage_options_hold_for_both_ends() -> None:
 def test_an_end_of_its_own_has_options_of_its_own_over_the_common_ones() -> None:
     given = ["--storage-options", '{"a": 1, "b": 1}', "--sink-options", '{"b": 2}']
     assert options_of("gs://a", "s3://b", *given) == {"gs": {"a": 1, "b": 1}, "s3": {"a": 1, "b": 2}}
+
+
+def test_options_of_the_source_hold_for_its_further_places_too() -> None:
+    args = parse(["consolidate", "a", "b", "--also", "s3://c", "--source-options", ANON])
+    job = Job(source="a", sink="b", also=("s3://c",))
+    assert storage_options(args, job) == {"s3": {"token": "anon"}}
 
 
 def test_a_local_end_needs_none() -> None:
