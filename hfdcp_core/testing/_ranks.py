@@ -28,9 +28,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
 
-from hfdcp_core.testing import _layouts, _models, _whole_layouts  # noqa: F401  (they enter their builders in BUILDERS)
+from hfdcp_core.testing import (  # noqa: F401  (they enter their builders in BUILDERS)
+    _layouts,
+    _models,
+    _odd_layouts,
+    _whole_layouts,
+)
 from hfdcp_core.testing._orders import Order
 from hfdcp_core.testing._truth import CHECKPOINT_NAME, Truth, TruthTensor, write_truth
 from hfdcp_core.testing._world import BUILDERS, State, World
@@ -130,8 +135,13 @@ def write_one(order: Order, rank: int) -> None:
     world.checkpoint.mkdir(parents=True, exist_ok=True)
     builder = BUILDERS[order.builder]
     state = builder.build(world, **order.settings)
-    writer = builder.writer or WRITERS[order.format]
-    save(state, storage_writer=writer(str(world.checkpoint)), no_dist=world.ranks == 1)
+    writer = (builder.writer or WRITERS[order.format])(str(world.checkpoint))
+    if builder.save == "in_background":
+        saved = async_save(state, storage_writer=writer)
+        (saved.upload_completion if isinstance(saved, AsyncSaveResponse) else saved).result()
+    else:
+        together = builder.save == "together"
+        save(state, storage_writer=writer, no_dist=world.ranks == 1, use_collectives=together)
     tensors, objects = gather_truth(world, state)
     if rank == 0:
         names = {name: clean for name in tensors if (clean := builder.published(name)) is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from hfdcp_core.testing._values import Recorder
 
 State = dict[str, object]
 """A state dict, perhaps nested, as ``dcp.save`` takes it."""
+Save = Literal["together", "each_rank_alone", "in_background"]
+"""``dcp.save``, ``dcp.save(use_collectives=False)``, ``dcp.async_save``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ class Builder:
     """Clean name of a tensor by the name it is saved under; None for a tensor that is no weight."""
     writer: Callable[[str], FileSystemWriter] | None
     """torch's writer with other options than the usual, given the folder."""
+    save: Save = "together"
+    """How the ranks save: together, each with metadata of its own, or while they go on."""
 
 
 BUILDERS: dict[str, Builder] = {}
@@ -102,12 +106,15 @@ def renamed(names: Mapping[str, str]) -> Callable[[str], str | None]:
 
 
 def builder(
-    *, published: Callable[[str], str | None] = as_saved, writer: Callable[[str], FileSystemWriter] | None = None
+    *,
+    published: Callable[[str], str | None] = as_saved,
+    writer: Callable[[str], FileSystemWriter] | None = None,
+    save: Save = "together",
 ) -> Callable[[Callable[..., State]], Callable[..., State]]:
     """Enter the decorated function in `BUILDERS`."""
 
     def enter(function: Callable[..., State]) -> Callable[..., State]:
-        BUILDERS[function.__name__] = Builder(function, published, writer)
+        BUILDERS[function.__name__] = Builder(function, published, writer, save)
         return function
 
     return enter
