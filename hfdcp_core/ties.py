@@ -190,9 +190,9 @@ def untied(config: Config) -> bytes | None:
         return None
     text = config.text
     start = text.index("{")
-    edits = [(span, "false") for path in config.said for span in _values(text, start, path)]
-    if not config.said:
-        edits = [((start + 1, start + 1), _first_member(text, start))]
+    paths = config.said or [(KEY,)]  # where nothing is said, null may stand there
+    edits = [(span, "false") for path in paths for span in _values(text, start, path)]
+    edits = edits or [((start + 1, start + 1), _first_member(text, start))]
     for (first, last), new in sorted(edits, reverse=True):
         text = text[:first] + new + text[last:]
     return text.encode()
