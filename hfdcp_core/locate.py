@@ -310,6 +310,8 @@ class _Search:
 def _several(url: str, found: Sequence[Candidate], *, unseen: int = 0) -> UnknownFormat:
     steps = sum(_step_last(candidate)[0] >= 0 for candidate in found)
     hint = ", or take the newest complete step with --latest" if steps > 1 else ""
+    if not steps and any(candidate.home.verdict == "unfinished" for candidate in found):
+        hint = ", or all that hold files of the same save: --also URL joins places"
     lines = [str(Candidate(candidate.folder or ".", candidate.home)) for candidate in found]
     if unseen:
         lines.append(f"and {unseen} folders that were not looked into")

@@ -186,6 +186,14 @@ def test_readable_weights_beside_unreadable_ones_are_not_taken_unasked(root: str
     assert caught.value.problems[1] == "huggingface: Hugging Face safetensors"
 
 
+def test_a_long_list_says_how_many_folders_were_not_looked_into(ckpt: Files) -> None:
+    root = put(f"memory://{uuid.uuid4().hex}", {f"run{n}": ckpt for n in range(8)})
+    with pytest.raises(UnknownFormat) as caught:
+        locating._Search(open_store(root), most_listings=4).only()
+    assert len(caught.value.problems) == 4
+    assert caught.value.problems[-1] == "and 5 folders that were not looked into"
+
+
 def test_an_unfinished_save_in_a_parent_is_called_so(root: str, ckpt: Files) -> None:
     put(root, {"step-5": {DISTCP: ckpt[DISTCP]}})
     with pytest.raises(IncompleteCheckpoint, match=r"step-5: .*no \.metadata"):
@@ -395,6 +403,8 @@ def test_ranks_of_a_real_checkpoint_may_lie_in_a_folder_each(checkpoints: Mappin
     assert caught.value.problems == ("rank 3: __3_0.distcp",)
     with pytest.raises(IncompleteCheckpoint, match=r"rank 0 writes last.*--also URL"):
         find(nodes[2])
+    with pytest.raises(UnknownFormat, match="name one of them, or all that hold files of the same save: --also"):
+        find(str(tmp_path))
 
 
 # ---- again ----
