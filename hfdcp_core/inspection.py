@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hfdcp_core import gather as gathering
-from hfdcp_core import recipe
+from hfdcp_core import recipe, tying
 from hfdcp_core.catalog import Catalog, Skipped, TensorSpec
 from hfdcp_core.errors import PlanError
 from hfdcp_core.job import Job
 from hfdcp_core.layout import lay_out
+from hfdcp_core.locate import locate
 from hfdcp_core.plan import reshard
-from hfdcp_core.store import open_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,10 @@ class Inspection:
     """Why it cannot be shown that everything is there; None where it can."""
     problems: tuple[str, ...]
     """Why no output can be made as asked: holes, overlaps, clashes of names; nothing where all is well."""
+    folder: str = ""
+    """The folder below the URL that holds it; empty where that is the URL itself."""
+    said: tuple[str, ...] = ()
+    """What a person should hear of how it was found."""
 
     @property
     def nbytes(self) -> int:
@@ -61,14 +64,17 @@ def inspect(job: Job) -> Inspection:
         StorageError: It cannot be read.
         UsageError: There is no such recipe.
     """
-    catalog = gathering.gather(open_store(job.source), world_size=job.world_size)
+    found = locate(job)
+    catalog = found.catalog
     selection = recipe.Selection((), catalog.skipped)
     definitions: tuple[recipe.Definition, ...] = ()
     problems: tuple[str, ...] = ()
+    said = found.said
     try:
         selection = recipe.select(catalog, include=job.include, exclude=job.exclude)
         definitions = recipe.define(catalog, selection.names, recipe.recipe_named(job.recipe))
         reshard(catalog, lay_out(definitions, max_file_size=job.max_file_size), window_bytes=job.window_bytes)
+        said += tying.foresee(found.source, definitions, job)
     except PlanError as error:
         problems = error.problems or (error.message,)
     return Inspection(
@@ -79,6 +85,8 @@ def inspect(job: Job) -> Inspection:
         skipped=selection.skipped,
         unproved=catalog.unproved,
         problems=problems,
+        folder=found.pinned.folder,
+        said=said,
     )
 
 
