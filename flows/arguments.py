@@ -208,6 +208,25 @@ def _chosen(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _beside(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("tied tensors, and what is no tensor")
+    group.add_argument(
+        "--config",
+        metavar="URL",
+        default="",
+        help="the model's config.json, or a folder with one (default: the one beside the checkpoint); a head that it "
+        "ties to the embedding is left out where the bytes are equal",
+    )
+    group.add_argument(
+        "--untie", action="store_true", help="write tied tensors too, and a config.json that says they are not tied"
+    )
+    group.add_argument(
+        "--keep-extra",
+        action="store_true",
+        help="save numbers, texts, lists and dictionaries of the checkpoint as hfdcp-extra.json, and push that too",
+    )
+
+
 def _shaped(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output files")
     either = group.add_mutually_exclusive_group()
@@ -294,14 +313,14 @@ COMMANDS = (
         "say what lies at a URL: format, tensors, bytes, what is left out, what is missing",
         "Reads metadata only, and writes nothing.",
         ("inspect runs/7b/step-1000", "inspect gs://bucket/step-1000 --json", "inspect runs/7b --latest"),
-        (_url, _found, _chosen, _stored),
+        (_url, _found, _chosen, _beside, _stored),
     ),
     Command(
         "plan",
         "dry run: which files would be written, how large, in how much memory",
         "Proves that every wanted element comes from exactly one place, and writes nothing.",
         ("plan runs/7b/step-1000 --max-file-size 2GB",),
-        (_source, _planned_sink, _found, _chosen, _shaped, _stored),
+        (_source, _planned_sink, _found, _chosen, _beside, _shaped, _stored),
     ),
     Command(
         "consolidate",
@@ -311,9 +330,10 @@ COMMANDS = (
         (
             "consolidate runs/7b/step-1000 out/7b",
             "consolidate gs://bucket/step-1000 out/7b --exclude 'ema.*' --memory 1GiB",
+            "consolidate runs/7b/step-1000 out/7b --config meta/config.json --keep-extra",
             "consolidate /mnt/node0/step-1000 out/7b --also /mnt/node1/step-1000 --also /mnt/node2/step-1000",
         ),
-        (_source, _sink, _found, _chosen, _shaped, _stored),
+        (_source, _sink, _found, _chosen, _beside, _shaped, _stored),
     ),
     Command(
         "validate",
@@ -338,7 +358,7 @@ COMMANDS = (
             "publish gs://bucket/step-1000 me/7b --sink out/7b --direct",
             "publish runs/7b me/7b --latest",
         ),
-        (_source, _repo, _kept, _found, _chosen, _shaped, _committed, _stored),
+        (_source, _repo, _kept, _found, _chosen, _beside, _shaped, _committed, _stored),
     ),
     Command(
         "demo",

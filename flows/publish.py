@@ -56,6 +56,17 @@ class Selection(BaseModel):
     accept_unproved: bool = Field(
         default=False, title="Accept unproved", description="Go on where nothing shows that the checkpoint is complete."
     )
+    config: str = Field(
+        default="",
+        title="Config",
+        description="URL of the model's config.json, which says what is tied; none: the one beside the checkpoint.",
+    )
+    untie: bool = Field(
+        default=False, title="Untie", description="Write all tied tensors, and a config that says they are not tied."
+    )
+    keep_extra: bool = Field(
+        default=False, title="Keep extra", description="Save entries that are plain values, not tensors, as JSON."
+    )
 
 
 class Layout(BaseModel):

@@ -118,11 +118,17 @@ def of_plan(gathered: Gathered, planned: Planned, job: Job) -> Answer:
         f"{job.source}: {gathered.format}, {counted(gathered.files, 'file')}, {shards}",
         *gathered.said,
         *_notes(gathered.skipped, gathered.unproved),
+        *_tied(planned.tied),
         f"would write {files}, {size}, by {copies}, in at most {planned.peak_bytes >> 20} MiB of memory",
         *(f"  {file.path}  {in_bytes(file.size)}{'  (done)' if file.done else ''}" for file in planned.files),
         f"plan {planned.digest[:16]}",
     ]
     return Answer(document, "\n".join(lines))
+
+
+def _tied(tied: Mapping[str, str]) -> list[str]:
+    """Say which tensors are left out because their bytes are there under another name."""
+    return [f"left out {name}: tied to {kept}, and its bytes are the same" for name, kept in tied.items()]
 
 
 def of_manifest(command: str, manifest: Manifest, job: Job) -> Answer:
@@ -145,6 +151,7 @@ def of_manifest(command: str, manifest: Manifest, job: Job) -> Answer:
         lines.append(f"{job.source} gives the same today")
     if command == "validate" and job.repo:
         lines.append(f"{job.repo} on the Hub holds the same")
+    lines += _tied(manifest.tied)
     if manifest.unproved:
         lines.append(f"not proved complete: {manifest.unproved}")
     return Answer(document, "\n".join(lines))
