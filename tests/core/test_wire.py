@@ -235,7 +235,11 @@ PLAN = FilePlan(
 PART = CrcPart("f[0:9]", 0, 4, 7, 9, 8)
 RECORD = FileRecord("model.safetensors", 30, "ab", {"a": "crc64nvme:0"}, SourceCheck(1, 2, (PART,)))
 MANIFEST = Manifest(
-    "p", "s", "dcp", (RECORD,), (RECORD,), 24, "auto", ("a*",), ("b*",), "nothing", ("step",), {"hfdcp": "0"}, ("crc",)
+    *("p", "s", "dcp", (RECORD,), (RECORD,), 24, "auto", ("a*",), ("b*",)),
+    unproved="nothing",
+    skipped=("step",),
+    tools={"hfdcp": "0"},
+    checks=("crc",),
 )
 
 
