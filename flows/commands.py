@@ -145,7 +145,10 @@ def storage_options(args: Namespace, job: Job) -> Mapping[str, Mapping[str, obje
         options = {**(getattr(args, "storage_options", None) or {}), **(own or {})}
         if options and any(chosen.setdefault(protocol, options) != options for protocol in protocols):
             raise UsageError(f"source and sink are both {protocols[0]}://, so they cannot have options of their own")
-    if getattr(args, "storage_options", None) and not chosen:
+    common = getattr(args, "storage_options", None)
+    if common and (protocol := protocol_of(job.config)):
+        chosen.setdefault(protocol, dict(common))
+    if common and not chosen:
         raise UsageError("--storage-options are given, but nothing lies in a remote storage")
     return chosen
 

@@ -17,6 +17,7 @@ def test_every_option_of_a_job_reaches_it() -> None:
     given = "publish a me/b --sink c --include x --exclude y --recipe none --world-size 4 --accept-unproved"
     given += " --also d --also e --latest"
     given += " --max-file-size 1GB --memory 1GiB --workers 3 --overwrite --revision dev --message hello --allow-public"
+    given += " --config m/config.json --untie --keep-extra"
     assert job_of(parse(given.split())) == Job(
         source="a",
         sink="c",
@@ -35,6 +36,9 @@ def test_every_option_of_a_job_reaches_it() -> None:
         accept_unproved=True,
         allow_public=True,
         message="hello",
+        config="m/config.json",
+        untie=True,
+        keep_extra=True,
     )
 
 
@@ -68,6 +72,11 @@ def test_options_of_the_source_hold_for_its_further_places_too() -> None:
     args = parse(["consolidate", "a", "b", "--also", "s3://c", "--source-options", ANON])
     job = Job(source="a", sink="b", also=("s3://c",))
     assert storage_options(args, job) == {"s3": {"token": "anon"}}
+
+
+def test_a_config_elsewhere_has_the_common_options() -> None:
+    args = parse(["consolidate", "a", "b", "--config", "gs://c/m", "--storage-options", ANON])
+    assert storage_options(args, job_of(parse(["plan", "a", "--config", "gs://c/m"]))) == {"gs": {"token": "anon"}}
 
 
 def test_a_local_end_needs_none() -> None:

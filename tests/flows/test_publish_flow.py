@@ -111,11 +111,12 @@ def test_no_secret_is_in_prefects_database(
         {},
         {"world_size": 8, "accept_unproved": True, "include": ("a.*", "b"), "exclude": ("c",), "recipe": "none"},
         {"also": ("gs://b/c", "/n1/c"), "latest": True},
+        {"config": "gs://b/config.json", "untie": True, "keep_extra": True},
         {"file_index": {"a": 1, "b": 2}, "max_file_size": 7, "overwrite": True},
         {"revision": "dev", "endpoint": "http://hub", "message": "Step 7", "allow_public": True},
         {"memory_bytes": 1 << 30, "workers": 3},
     ],
-    ids=["nothing", "selection", "places", "layout", "repository", "resources"],
+    ids=["nothing", "selection", "places", "beside", "layout", "repository", "resources"],
 )
 def test_the_parameters_of_the_flow_say_every_job(options: dict[str, Any]) -> None:
     asked = Job(source="s", sink="t", repo="a/b", **options)
