@@ -26,7 +26,7 @@ from hfdcp_core.errors import (
     ValidationError,
 )
 from hfdcp_core.hub_client import Head, RemoteFile, Repository
-from hfdcp_core.manifest import MANIFEST_PATH, FileRecord, Manifest
+from hfdcp_core.manifest import EXTRA_PATH, MANIFEST_PATH, FileRecord, Manifest
 from hfdcp_core.state import SILENT, Progress
 from hfdcp_core.store import Sink
 
@@ -199,16 +199,17 @@ def _weights(names: Sequence[str]) -> list[str]:
 
 
 def _stale(repository: Repository, head: Head, ours: set[str], *, overwrite: bool) -> tuple[str, ...]:
-    """Return the weight files to delete: a loader that finds them would mix them with ours."""
+    """Return what to delete: weight files, which a loader would mix with ours, and values of an earlier push."""
     root = repository.root(head.commit)
     others = [path for path in _weights(root) if path not in ours]
-    former = _published(repository, head, root) if others else None
+    values = [EXTRA_PATH] if EXTRA_PATH in root and EXTRA_PATH not in ours else []
+    former = _published(repository, head, root) if others or values else None
     known = {record.path for record in former.files} if former else set()
     foreign = [path for path in others if path not in known]
     if not overwrite:
         hint = "push to another repository, or say --overwrite to delete them"
         Conflict.raise_for(f"{repository.name} holds weight files that are not ours; {hint}", foreign)
-    return tuple(others)
+    return (*others, *(path for path in values if path in known))
 
 
 def _published(repository: Repository, head: Head, root: Sequence[str]) -> Manifest | None:

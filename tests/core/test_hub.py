@@ -36,7 +36,7 @@ from hfdcp_core.errors import (
 )
 from hfdcp_core.hub import Receipt, compare, push
 from hfdcp_core.hub_client import ANSWER_S, Repository
-from hfdcp_core.manifest import INDEX_PATH, MANIFEST_PATH, FileRecord, Manifest
+from hfdcp_core.manifest import EXTRA_PATH, INDEX_PATH, MANIFEST_PATH, FileRecord, Manifest
 from hfdcp_core.store import Sink, open_store
 from hfdcp_core.testing.hub import EVER, Hub, Settings
 
@@ -279,6 +279,20 @@ class TestRepositoriesThatHoldSomethingElse:
         pushed(hub, store, single)
         assert weights(hub) == expected(single)
         assert commits(hub) == [200, 200]
+
+    def test_values_of_an_earlier_push_go_when_they_are_no_longer_kept(self, hub: Hub, store: Sink) -> None:
+        pushed(hub, store, {"model.safetensors": noise(100), EXTRA_PATH: b"{}"})
+        assert EXTRA_PATH in hub.files(REPO)
+        pushed(hub, store, {"model.safetensors": noise(100)})
+        assert EXTRA_PATH not in hub.files(REPO)
+
+    def test_a_file_of_that_name_that_somebody_else_put_there_is_left_alone(
+        self, hub: Hub, api: HfApi, store: Sink
+    ) -> None:
+        pushed(hub, store)
+        api.create_commit(REPO, [CommitOperationAdd(EXTRA_PATH, b"{}")], commit_message="theirs")
+        assert pushed(hub, store).unchanged
+        assert EXTRA_PATH in hub.files(REPO)
 
     @pytest.mark.parametrize("manifest", [None, b"{}", b"\xff"], ids=["none", "another document", "no JSON"])
     def test_weights_of_somebody_else_are_refused(
