@@ -26,7 +26,7 @@ ITEMS_IN_FLIGHT = 8
 """Items that are looked into at once."""
 STEP_BYTES = 2 << 20
 """How much of one item is held in memory while it is read."""
-_USUAL_OVERHEADS = (range(1100, 1300), range(1500, 1900))
+_USUAL_OVERHEADS = (range(1100, 1250), range(1500, 1720))
 """Bytes of an archive around the elements of one plain tensor, as torch 2.1 to 2.6 and 2.7 to 2.15 write them (1116 to
 1180, 1513 to 1641), with room for large numbers. A surplus of any other size is looked into, not refused."""
 _Given = TypeVar("_Given")

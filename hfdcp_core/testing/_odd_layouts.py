@@ -90,9 +90,9 @@ def pipeline(world: World) -> State:
     make = world.recorder.make
     layers = {f"layers.{number}.weight": (4 + number, 3) for number in range(2 * world.ranks)}
     made = {name: make(name, shape) for name, shape in layers.items()}
-    ends = {"embed.weight": make("embed.weight", (8, 3)), "head.weight": make("head.weight", (8, 3))}
-    mine = {name: made[name] for number, name in enumerate(made) if number // 2 == world.rank}
-    return mine | dict([list(ends.items())[0 if world.rank == 0 else 1]])
+    ends = {name: make(name, (8, 3)) for name in ("embed.weight", "head.weight")}
+    end = "embed.weight" if world.rank == 0 else "head.weight"
+    return {end: ends[end]} | {name: made[name] for number, name in enumerate(made) if number // 2 == world.rank}
 
 
 @builder()

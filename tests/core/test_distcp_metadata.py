@@ -158,6 +158,79 @@ def test_the_save_plans_of_megatron_core_are_not_looked_at() -> None:
     assert read(metadata).tensors == read(good()).tensors
 
 
+def test_what_megatron_core_saved_flattened_is_no_tensor_of_its_own_shape() -> None:
+    metadata = good()
+    metadata.__dict__["mcore_data"] = {
+        "w": {"nd_reformulated_orig_global_shape": (2, 6)},
+        "step": {"nd_reformulated_orig_global_shape": (1,)},
+        "other": {},
+    }
+    found = read(metadata)
+    assert (list(found.unsupported), found.tensors, found.shards) == (["w"], {}, ())
+    assert "Megatron-core saved it flattened" in found.unsupported["w"]
+
+
+OWN_CLASSES = {
+    "OLMo-core's storage info": (
+        "torch.distributed.checkpoint.filesystem",
+        "olmo_core.distributed.checkpoint.filesystem",
+        "_StorageInfo",
+        "_StorageInfo",
+    ),
+    "Megatron-core's metadata": (
+        "torch.distributed.checkpoint.metadata",
+        "megatron.core.dist_checkpointing.strategies.torch",
+        "Metadata",
+        "MCoreMetadata",
+    ),
+}
+
+
+@pytest.mark.parametrize(("theirs", "module", "name", "own"), OWN_CLASSES.values(), ids=OWN_CLASSES)
+def test_classes_of_other_frameworks_are_read_by_name(theirs: str, module: str, name: str, own: str) -> None:
+    """Without importing them: nobody here has them installed."""
+    raw = pickle.dumps(good(), 2)
+    assert (before := f"c{theirs}\n{name}\n".encode()) in raw
+    assert read_metadata(raw.replace(before, f"c{module}\n{own}\n".encode()), path="x") == read(good())
+
+
+def test_an_item_that_zstandard_compressed_has_an_encoding_of_its_own() -> None:
+    metadata = good()
+    metadata.storage_data[MetadataIndex("w", torch.Size([2, 0]))].transform_descriptors = ["stream.zstd/1"]
+    found = read(metadata)
+    assert [shard.encoding for shard in found.shards] == ["torch_save", "torch_save+zstd"]
+    assert found.unsupported == {}
+
+
+@pytest.mark.parametrize(
+    "descriptors", [["stream.zstd/2"], ["stream.zstd/1", "stream.zstd/1"], ["stream.xor@lab/1"]], ids=repr
+)
+def test_any_other_transform_is_refused_by_name(descriptors: list[str]) -> None:
+    metadata = good()
+    metadata.storage_data[MetadataIndex("w", torch.Size([2, 0]))].transform_descriptors = descriptors
+    assert read(metadata).unsupported == {
+        "w": f"its items are stored transformed by {', '.join(map(repr, descriptors))}"
+    }
+
+
+def test_files_whose_items_have_no_room_for_an_archive_are_listed_with_where_they_should_start() -> None:
+    metadata = good()
+    for offset, length in (((0, 0), 24), ((2, 0), 24)):
+        metadata.storage_data[MetadataIndex("w", torch.Size(offset))].length = length
+    assert read(metadata).bare == {"__0_0.distcp": 0, "__1_0.distcp": 5}
+    metadata.storage_data[MetadataIndex("w", torch.Size([2, 0]))].length = 25
+    assert read(metadata).bare == {"__0_0.distcp": 0}
+    assert read(good()).bare == {}
+
+
+def test_the_last_start_of_an_item_counts_whatever_their_order() -> None:
+    metadata = good()
+    metadata.storage_data = dict([item("w", (2, 0), 40), item("w", (0, 0), 7)])
+    for info in metadata.storage_data.values():
+        info.length = 24
+    assert read(metadata).bare == {"__0_0.distcp": 40}
+
+
 def test_fields_in_another_order_or_beside_others_are_found() -> None:
     metadata = good()
     state = dict(reversed(vars(metadata).items()))

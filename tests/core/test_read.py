@@ -11,14 +11,15 @@ import zlib
 import numpy as np
 import pytest
 import torch
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfdcp_core.box import Box
-from hfdcp_core.catalog import TORCH_SAVE, Shard, Span
+from hfdcp_core.catalog import TORCH_SAVE, TORCH_SAVE_ZSTD, Shard, Span
 from hfdcp_core.errors import CorruptFile
 from hfdcp_core.manifest import CrcPart, SourceCheck
-from hfdcp_core.read import boxes_of_run, gather_strided, open_payload, page_aligned
+from hfdcp_core.read import MOST_OVERHEAD, boxes_of_run, gather_strided, open_payload, page_aligned
 from hfdcp_core.store import Sink, open_store
 from hfdcp_core.windows import Strides
 
@@ -51,6 +52,51 @@ def read_all(raw: bytes, dtype: str, shape: tuple[int, ...], nbytes: int, step: 
     for start in range(0, nbytes, step):
         payload.read_into(start, memoryview(out)[start : start + step])
     return bytes(out), payload.check()
+
+
+def compressed_shard(raw: bytes, dtype: str, shape: tuple[int, ...]) -> tuple[Sink, Shard]:
+    """Return an item that Zstandard compressed, in a store, and its shard."""
+    squeezed = zstandard.ZstdCompressor().compress(raw)
+    shard = Shard("w", dtype, Box.whole(shape), Span("item", 10, 10 + len(squeezed)), TORCH_SAVE_ZSTD)
+    return stored(squeezed), shard
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param(torch.arange(60_000.0).reshape(200, 300), id="row-major"),
+        pytest.param(torch.arange(60_000.0).reshape(200, 300).t(), id="transposed"),
+        pytest.param(torch.arange(9.0)[2:7], id="a part of a larger storage"),
+        pytest.param(torch.tensor(2.5), id="0-d"),
+    ],
+)
+def test_a_compressed_item_gives_the_same_elements_in_any_order(tensor: torch.Tensor, in_order: bool) -> None:
+    expected = tensor.contiguous().numpy().tobytes()
+    store, shard = compressed_shard(saved(tensor), "F32", tuple(tensor.shape))
+    payload = open_payload(store, shard, scratch=page_aligned(1 << 16), in_order=in_order)
+    out = bytearray(len(expected))
+    starts = list(range(0, len(out), 60_000))
+    for start in starts if in_order else reversed(starts):
+        payload.read_into(start, memoryview(out)[start : start + 60_000])
+    assert out == expected
+    assert payload.check() == SourceCheck(verified=1)
+
+
+def test_a_flipped_bit_in_a_compressed_payload_is_found() -> None:
+    raw = bytearray(saved(torch.arange(9.0)))
+    raw[raw.index(torch.arange(9.0).numpy().tobytes())] ^= 1
+    store, shard = compressed_shard(bytes(raw), "F32", (9,))
+    payload = open_payload(store, shard, scratch=page_aligned(SCRATCH))
+    payload.read_into(0, memoryview(bytearray(36)))
+    with pytest.raises(CorruptFile, match=r"w\[0:9\] in item\[10:.*CRC-32"):
+        payload.check()
+
+
+def test_a_compressed_item_that_holds_far_more_than_its_tensor_is_refused() -> None:
+    store, shard = compressed_shard(bytes(MOST_OVERHEAD + 1_000_000), "F32", (9,))
+    with pytest.raises(CorruptFile, match=r"w\[0:9\] in item.*hold more than"):
+        open_payload(store, shard, scratch=page_aligned(SCRATCH))
 
 
 @pytest.mark.parametrize("step", [8, 40, 10_000])

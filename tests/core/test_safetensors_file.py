@@ -379,6 +379,8 @@ def test_an_index_may_state_no_total_size(members: object) -> None:
         (b'{"weight_map":{"a":"f\\u0000"}}', "no name of a file beside the index"),
         (b'{"weight_map":{},"metadata":[]}', "metadata: expected an object, found a list"),
         (b'{"weight_map":{},"metadata":{"total_size":1.5}}', "total_size: expected a count, found 1.5"),
+        (b'{"weight_map":{},"metadata":{"total_size":1e999}}', "total_size: expected a count, found Infinity"),
+        (b'{"weight_map":{},"metadata":{"total_size":-2.0}}', "total_size: expected a count, found -2"),
         (b'{"weight_map":{},"metadata":{"total_size":-1}}', "total_size: expected a count, found -1"),
         (b'{"weight_map":{},"metadata":{"total_size":null}}', "total_size: expected a count, found null"),
     ],
@@ -387,6 +389,12 @@ def test_an_index_may_state_no_total_size(members: object) -> None:
 def test_an_index_is_refused_that_is(raw: bytes, message: str) -> None:
     with pytest.raises(CorruptFile, match=message):
         parse_index(raw, path="i")
+
+
+@pytest.mark.parametrize("total", ["12", "12.0", "1.2e1"])
+def test_a_total_size_may_be_written_as_a_whole_float(total: str) -> None:
+    raw = f'{{"weight_map":{{}},"metadata":{{"total_size":{total}}}}}'.encode()
+    assert parse_index(raw, path="i").total_size == 12
 
 
 def test_one_file_bears_no_number_and_many_are_numbered_from_one() -> None:
