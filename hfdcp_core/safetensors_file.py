@@ -33,6 +33,10 @@ _MOST_DIGITS = 19
 _MOST_SHOWN = 80
 _FIELDS = ("dtype", "shape", "data_offsets")
 _NOT_IN_A_NAME = frozenset("/\\\0")
+_MIXED = (
+    "it begins as a zip archive: torch's HuggingFaceStorageWriter puts entries that are no tensors into the same file, "
+    "before the header; save without them"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +95,8 @@ def header_length(first8: bytes, *, path: str = "the file") -> int:
         raise CorruptFile(f"{path}: {len(first8)} bytes are too few for a safetensors file")
     length = int.from_bytes(first8[:_LENGTH_BYTES], "little")
     if length > MOST_HEADER_BYTES:
-        raise CorruptFile(
-            f"{path}: a header of {length} bytes, where safetensors allows {MOST_HEADER_BYTES}: "
-            "damaged, or no safetensors file"
-        )
+        why = _MIXED if first8.startswith(b"PK\3\4") else "damaged, or no safetensors file"
+        raise CorruptFile(f"{path}: a header of {length} bytes, where safetensors allows {MOST_HEADER_BYTES}: {why}")
     return length
 
 
