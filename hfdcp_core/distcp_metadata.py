@@ -67,7 +67,7 @@ class DcpMetadata:
     extents: Mapping[str, int] = field(default_factory=dict)
     """Every file that holds an item, and where its last item ends: as long as the file must be."""
     objects: tuple[ObjectItem, ...] = ()
-    """The items of the entries that hold no tensor; one that is stored transformed is left out."""
+    """The items of the entries that hold no tensor; one that is stored transformed in an unknown way is left out."""
     bare: Mapping[str, int] = field(default_factory=dict)
     """Files whose items have no room for an archive, and where the last item is said to start."""
 
@@ -209,8 +209,9 @@ def _shards(fields: Fields, value: object, items: _Items) -> Iterator[Shard]:
         if tensor is None:
             if name not in items.others:
                 fields.fail("an item of it is stored, but state_dict_metadata does not have it")
-            if name not in items.unsupported and not transforms:
-                items.objects.append(ObjectItem(_printable(name), span))
+            if name not in items.unsupported and (not transforms or _listed(fields, transforms) == _ZSTD):
+                encoding = TORCH_SAVE_ZSTD if transforms else TORCH_SAVE
+                items.objects.append(ObjectItem(_printable(name), span, encoding))
             continue
         box = _claim(fields, tensor, offset)
         _note_place(items, span, tensor.spec.dtype, box)

@@ -13,17 +13,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from hfdcp_core import wire
-from hfdcp_core.catalog import Catalog, ObjectItem, Skipped
+from hfdcp_core.catalog import TORCH_SAVE_ZSTD, Catalog, ObjectItem, Skipped
 from hfdcp_core.distcp_file import TENSORS, ObjectContent, read_object
 from hfdcp_core.errors import CorruptFile
 from hfdcp_core.manifest import EXTRA_PATH
 from hfdcp_core.recipe import EXTRA_STATE, why_no_weight
 from hfdcp_core.store import Source
+from hfdcp_core.zstd_stream import ZstdStream
 
 LOOKED_INTO = 64
 """How many items are looked into where not every one is."""
 IN_FLIGHT = 8
 """Items that are read at once."""
+MOST_DECOMPRESSED_BYTES = 4 << 30
+"""A compressed item that holds more is taken for a bomb."""
 SAVED = f"not a tensor: saved in {EXTRA_PATH}"
 """Said of a plain value that is kept."""
 LAYER_STATE = "extra state of a layer, not a weight"
@@ -83,7 +86,11 @@ def _content(item: ObjectItem, source: Source) -> ObjectContent:
     def fetch(start: int, stop: int) -> bytes:
         return source.read(span.path, span.start + start, span.start + stop)
 
-    return read_object(fetch, span.length, where=f"{source.url}: {item.name} in {span}")
+    where = f"{source.url}: {item.name} in {span}"
+    if item.encoding == TORCH_SAVE_ZSTD:
+        stream = ZstdStream(fetch, span.length, most=MOST_DECOMPRESSED_BYTES, where=where)
+        return read_object(stream.read, stream.length, where=where)
+    return read_object(fetch, span.length, where=where)
 
 
 def _plain(contents: Iterable[tuple[ObjectItem, ObjectContent]]) -> Mapping[str, ObjectContent]:

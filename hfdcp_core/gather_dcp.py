@@ -124,7 +124,6 @@ def _joined(url: str, parts: Sequence[tuple[str, DcpMetadata]]) -> DcpMetadata:
 def _union(one: DcpMetadata, other: DcpMetadata) -> DcpMetadata:
     unsupported = {**other.unsupported, **one.unsupported}
     skipped = {entry.name: entry for entry in (*other.skipped, *one.skipped)}
-    objects = {item.name: item for item in (*other.objects, *one.objects)}
     return DcpMetadata(
         tensors={fqn: spec for fqn, spec in {**one.tensors, **other.tensors}.items() if fqn not in unsupported},
         shards=tuple(shard for shard in (*one.shards, *other.shards) if shard.fqn not in unsupported),
@@ -132,7 +131,7 @@ def _union(one: DcpMetadata, other: DcpMetadata) -> DcpMetadata:
         nesting={**other.nesting, **one.nesting},
         unsupported=unsupported,
         extents={**one.extents, **other.extents},
-        objects=tuple(objects.values()),
+        objects=tuple(dict.fromkeys((*one.objects, *other.objects))),  # each rank's own: they may differ
         bare={**one.bare, **other.bare},
     )
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from hfdcp_core.box import Box
-from hfdcp_core.catalog import Shard, Skipped, Span, TensorSpec
+from hfdcp_core.catalog import ObjectItem, Shard, Skipped, Span, TensorSpec
 from hfdcp_core.distcp_file import DcpMetadata, read_metadata
 from hfdcp_core.errors import CorruptFile, SourceError, UnknownFormat
 
@@ -192,6 +192,23 @@ def test_classes_of_other_frameworks_are_read_by_name(theirs: str, module: str, 
     raw = pickle.dumps(good(), 2)
     assert (before := f"c{theirs}\n{name}\n".encode()) in raw
     assert read_metadata(raw.replace(before, f"c{module}\n{own}\n".encode()), path="x") == read(good())
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "encoding"),
+    [(None, "torch_save"), ([], "torch_save"), (["stream.zstd/1"], "torch_save+zstd"), (["stream.xor@lab/1"], None)],
+    ids=repr,
+)
+def test_the_item_of_an_entry_that_is_no_tensor_is_noted_where_it_can_be_read(
+    descriptors: list[str] | None, encoding: str | None
+) -> None:
+    metadata = good()
+    metadata.state_dict_metadata["step"] = BytesStorageMetadata()
+    metadata.storage_data |= {MetadataIndex("step"): _StorageInfo("__0_0.distcp", 50, 7, descriptors)}
+    found = read(metadata)
+    assert [entry.name for entry in found.skipped] == ["step"]
+    wanted = [ObjectItem("step", Span("__0_0.distcp", 50, 57), encoding)] if encoding else []
+    assert list(found.objects) == wanted
 
 
 def test_an_item_that_zstandard_compressed_has_an_encoding_of_its_own() -> None:

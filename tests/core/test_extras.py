@@ -220,6 +220,22 @@ def test_the_file_is_validated_against_the_manifest_and_the_source(job: Job, tmp
         publish.validate_again(Job("", job.sink))
 
 
+REAL = {"zstd": {"step": 3}, "metadata_by_rank": {"step": 1}, "threads": {"step": 1}, "app_state": {"step": 3}}
+"""Cases and some of what they hold beside tensors."""
+
+
+@pytest.mark.parametrize("case", REAL)
+def test_values_are_kept_however_the_checkpoint_was_written(
+    case: str, checkpoints: Mapping[str, Truth], tmp_path: Path
+) -> None:
+    truth = checkpoints[case]
+    publish.make(job := Job(str(truth.folder), str(tmp_path), keep_extra=True))
+    found = extra(job)
+    assert isinstance(found, dict)
+    assert found.keys() == set(truth.objects)
+    assert found.items() >= REAL[case].items()
+
+
 def test_a_real_training_state_is_kept_whole(checkpoints: Mapping[str, Truth], tmp_path: Path) -> None:
     truth = checkpoints["train_state"]
     publish.make(job := Job(str(truth.folder), str(tmp_path), keep_extra=True))

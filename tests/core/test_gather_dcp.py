@@ -65,7 +65,10 @@ def test_metadata_by_rank_are_joined(checkpoints: Mapping[str, Truth]) -> None:
         "columns": ["[0:3, 0:4]", "[0:3, 4:7]"],
         "replica": ["[0:3]", "[0:3]"],
     }
-    assert [entry.name for entry in catalog.skipped] == [entry.name for entry in catalog.objects] == ["step"]
+    assert [entry.name for entry in catalog.skipped] == ["step"]
+    assert [(entry.name, entry.span.path) for entry in catalog.objects] == [
+        ("step", f"__{rank}_0.distcp") for rank in range(2)
+    ]
     assert catalog.unproved is None
 
 
