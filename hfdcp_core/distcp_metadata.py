@@ -109,6 +109,8 @@ def metadata_of(loaded: object, *, where: str, budget: int) -> DcpMetadata:
     fields = Fields(where, budget)
     state_dict, storage, planner, notes, version, megatron = fields.values(loaded, MetadataRecord, _METADATA_FIELDS)
     _check_version(fields, version, where)
+    if not fields.has(loaded, "planner_data"):
+        fields.fail("it has no field planner_data, which every writer has, if only to say None")
     tensors, skipped, unsupported = _entries(fields, state_dict)
     others = {entry.name for entry in skipped} | unsupported.keys()
     unsupported |= {fqn: reason for fqn, reason in _flattened(fields, megatron) if fqn in tensors}
@@ -120,7 +122,7 @@ def metadata_of(loaded: object, *, where: str, budget: int) -> DcpMetadata:
         tensors=specs,
         shards=tuple(shard for shard in shards if shard.fqn in specs),
         skipped=tuple(Skipped(_printable(entry.name), entry.reason) for entry in skipped),
-        nesting={fqn: path for fqn, path in _nesting(fields, planner) if fqn in specs},
+        nesting=_nesting(fields, planner, {*specs, *unsupported}),
         save_id=_save_id(fields, notes),
         unsupported={_printable(fqn): reason for fqn, reason in unsupported.items()},
         extents=items.extents,
@@ -267,15 +269,24 @@ def _flattened(fields: Fields, value: object) -> Iterator[tuple[str, str]]:
             yield fqn, "Megatron-core saved it flattened, in another shape than its own: an optimizer state, no weight"
 
 
-def _nesting(fields: Fields, value: object) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield flat names and paths; some writers have no such table, or one of another kind."""
-    if type(value) is not list:
-        return
+def _nesting(fields: Fields, value: object, fqns: set[str]) -> dict[str, tuple[str, ...]]:
+    """Return the paths of tensors by flat name; some writers have no such table, or one of another kind.
+
+    Names are cleaned by it, so it must fit: each path spells its name, and where there is one, all tensors have one.
+    """
+    if type(value) is not list or not value:
+        return {}
+    nesting: dict[str, tuple[str, ...]] = {}
     for fqn, path in fields.mapping(value, "planner_data"):
         if type(path) is not tuple or not set(map(type, path)) <= {str, int}:
             fields.fail(f"planner_data: {named(fqn)}: expected a path of names and numbers, found {described(path)}")
         fields.spend(len(path))
-        yield fqn, tuple(map(str, path))
+        nesting[fqn] = tuple(map(str, path))
+        if ".".join(nesting[fqn]) != fqn:
+            fields.fail(f"planner_data: {named(fqn)}: the path {described(path)} spells another name")
+    if lost := sorted(fqns - nesting.keys()):
+        fields.fail(f"planner_data: {named(lost[0])} is not in it, as all names are that are saved")
+    return {_printable(fqn): path for fqn, path in nesting.items() if fqn in fqns}
 
 
 def _save_id(fields: Fields, value: object) -> str | None:

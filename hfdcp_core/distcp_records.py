@@ -12,7 +12,7 @@ of the file.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, NoReturn
+from typing import ClassVar, NoReturn, cast
 
 from hfdcp_core.distcp_scan import pairs
 from hfdcp_core.errors import CorruptFile
@@ -128,6 +128,11 @@ class Fields:
             return values + [None] * (len(names) - len(keys))
         found = {self.text(key, "a field's name"): value for key, value in self._pairs(state, kind.kind)}
         return [found.get(name) for name in names]
+
+    def has(self, record: object, name: str) -> bool:
+        """Whether a record, whose `values` were looked at before, has a field of that name."""
+        assert isinstance(record, Record)
+        return name in cast("list[object]", record[0])[::2]
 
     def mapping(self, value: object, what: str) -> Iterator[tuple[str, object]]:
         """Yield the items of a dictionary whose keys are text, each key once."""

@@ -42,6 +42,7 @@ HEADS_IN_FLIGHT = 8
 """Headers that are read at once."""
 COMPARED_BYTES = 4 << 20
 """How much of two shards of one box is held in memory while they are compared."""
+_SERIES = re.compile(r"(?P<stem>.*-)\d+-of-(?P<count>\d+)(?P<end>\.safetensors)")
 _SHARD_NAME = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 
 
@@ -124,6 +125,7 @@ def _gather_safetensors(
         strays = tuple(
             Skipped(w.path, f"a file that {INDEX_PATH} does not name") for w in weights if w.path not in named
         )
+        _refuse_incomplete_series(source.url, {weight.path for weight in weights}, named)
         heads = _read_heads(source, [stamps[path] for path in sorted(named)])
         _hold_against_index(heads, index, source.url)
         return _plain(heads, (stamps[INDEX_PATH],), strays, source)
@@ -133,7 +135,31 @@ def _gather_safetensors(
     if index is not None:
         absent = sorted(set(index.weight_map.values()) - stamps.keys())
         raise IncompleteCheckpoint(f"{source.url}: {INDEX_PATH} names files that are not there", absent)
+    _refuse_incomplete_series(source.url, {weight.path for weight in weights}, set())
     return _plain(heads, (), (), source)
+
+
+def _refuse_incomplete_series(url: str, present: set[str], named: set[str]) -> None:
+    """Refuse files that are named ``…-00001-of-00003``, where one of the three is absent, or an index leaves one out.
+
+    Such names are all that states how many files there are, where no index does.
+    """
+    series: dict[tuple[str, str, str], set[str]] = {}
+    for path in present:
+        if match := _SERIES.fullmatch(path):
+            series.setdefault((match["stem"], match["count"], match["end"]), set()).add(path)
+    others = present - set().union(*series.values())
+    if not named and len(series) + bool(others) > 1 and series:
+        raise CorruptFile(f"{url}: files of several saves, and no index says which count", sorted(present))
+    absent, left_out = [], []
+    for (stem, count, end), paths in sorted(series.items()):
+        if named and not paths & named:
+            continue  # of another save, and the index says so
+        whole = [f"{stem}{number:0{len(count)}d}-of-{count}{end}" for number in range(1, min(int(count), 10**6) + 1)]
+        absent += [path for path in whole if path not in paths]
+        left_out += [f"{path}: {INDEX_PATH} does not name it" for path in sorted(paths - named) if named]
+    IncompleteCheckpoint.raise_for(f"{url}: files are absent that the names of the others count", absent)
+    CorruptFile.raise_for(f"{url}: the index does not name all files of its own series", left_out)
 
 
 def _read_index(source: Source, stamps: Mapping[str, FileStamp]) -> Index | None:

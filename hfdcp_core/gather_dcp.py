@@ -12,6 +12,7 @@ Files that are not named belong to another save and do not count.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,7 @@ def gather_dcp(
         _refuse_holes(source.url, found, ranks)
     files = _present_files(source, stamps, found)
     shards, lost = _with_tails(source, files, found)
+    _refuse_shared_bytes(source.url, shards, found)
     looked = look(source, shards if deep else filter(is_unusual, shards))
     CorruptFile.raise_for(
         f"{source.url}: items are damaged, or other tensors than {told[0].path} says", looked.problems
@@ -167,6 +169,21 @@ def _present_files(source: Source, stamps: Mapping[str, FileStamp], found: DcpMe
         [of_rank(path) for path, stamp in files.items() if stamp is None],
     )
     return {path: stamp for path, stamp in files.items() if stamp is not None}
+
+
+def _refuse_shared_bytes(url: str, shards: Iterable[Shard], found: DcpMetadata) -> None:
+    """Refuse items that claim the same bytes: every writer gives each its own."""
+    spans = [(shard.span, f"{shard.fqn}{shard.box}") for shard in shards]
+    spans += [(entry.span, entry.name) for entry in found.objects]
+    rows = sorted((span.path, span.start, span.stop, name) for span, name in spans if span.length)
+    CorruptFile.raise_for(
+        f"{url}: {METADATA} gives the same bytes to several items",
+        [
+            f"{one[3]} and {other[3]}: {one[0]}[{other[1]}:{min(one[2], other[2])}]"
+            for one, other in itertools.pairwise(rows)
+            if one[0] == other[0] and other[1] < one[2]
+        ],
+    )
 
 
 def _stat(source: Source, path: str) -> FileStamp | None:

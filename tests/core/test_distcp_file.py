@@ -1,4 +1,5 @@
 import copyreg
+import dataclasses
 import gc
 import io
 import os
@@ -131,7 +132,7 @@ def test_nesting_and_save_id_are_those_of_the_writer(saved: Saved) -> None:
     told = dcp.FileSystemReader(saved.folder).read_metadata()
     assert saved.metadata.nesting["model.w"] == ("model", "w")
     assert saved.metadata.nesting["layers.1"] == ("layers", "1")
-    assert saved.metadata.nesting.keys() == saved.metadata.tensors.keys()
+    assert saved.metadata.nesting.keys() == saved.metadata.tensors.keys() | saved.metadata.unsupported.keys()
     assert saved.metadata.save_id == told.storage_meta.save_id is not None
 
 
@@ -504,3 +505,36 @@ def test_metadata_of_more_than_half_a_gibibyte_is_not_read() -> None:
 def test_an_item_that_is_no_plain_tensor_is_refused_by_name(value: object, message: str) -> None:
     with pytest.raises(SourceError, match=message):
         whole(saved_by_torch(value))
+
+
+# ---- the table that names are cleaned by ----
+
+
+def _with_planner_data(saved: Saved, change: Callable[[dict[str, tuple[object, ...]]], object]) -> bytes:
+    """Return the metadata with another table of paths."""
+    told = pickle.loads(saved.raw)
+    return pickle.dumps(dataclasses.replace(told, planner_data=change(dict(told.planner_data))))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        pytest.param(lambda t: {**t, "model.w": ("optim", "w")}, "spells another name", id="a path in another group"),
+        pytest.param(
+            lambda t: {**t, "model.w": t["layers.1"], "layers.1": t["model.w"]}, "spells another name", id="swapped"
+        ),
+        pytest.param(
+            lambda t: {name: path for name, path in t.items() if name != "model.w"}, "is not in it", id="one is lost"
+        ),
+    ],
+)
+def test_a_table_of_paths_that_does_not_fit_the_names_is_refused(
+    saved: Saved, change: Callable[[dict[str, tuple[object, ...]]], object], words: str
+) -> None:
+    with pytest.raises(CorruptFile, match=rf"planner_data: .*{words}"):
+        read_metadata(_with_planner_data(saved, change), path="here")
+
+
+def test_metadata_without_the_field_of_paths_is_refused(saved: Saved) -> None:
+    with pytest.raises(CorruptFile, match="no field planner_data"):
+        read_metadata(saved.raw.replace(b"planner_data", b"plqnner_data"), path="here")

@@ -173,6 +173,55 @@ def test_an_index_that_names_absent_files_is_an_incomplete_checkpoint() -> None:
     assert caught.value.problems == ("m-2.safetensors",)
 
 
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_a_lost_file_of_a_counted_series_is_named_though_no_index_speaks_of_it(lost: int) -> None:
+    store = fresh()
+    for number in {1, 2, 3} - {lost}:
+        write(store, f"model-{number:05d}-of-00003.safetensors", {f"t{number}": rows(number)})
+    with pytest.raises(IncompleteCheckpoint) as caught:
+        gather(store)
+    assert caught.value.problems == (f"model-{lost:05d}-of-00003.safetensors",)
+
+
+def test_a_whole_series_without_an_index_is_a_checkpoint() -> None:
+    store = fresh()
+    for number in (1, 2):
+        write(store, f"model-{number:05d}-of-00002.safetensors", {f"t{number}": rows(number)})
+    assert set(gather(store).tensors) == {"t1", "t2"}
+
+
+def test_an_index_that_leaves_out_a_file_of_its_own_series_is_refused() -> None:
+    store = fresh()
+    for number in (1, 2):
+        write(store, f"model-{number:05d}-of-00002.safetensors", {f"t{number}": rows(number)})
+    named = {"t1": "model-00001-of-00002.safetensors"}
+    store.put("model.safetensors.index.json", write_index(named, total_size=8, total_parameters=2))
+    with pytest.raises(CorruptFile) as caught:
+        gather(store)
+    assert "model-00002-of-00002.safetensors" in caught.value.problems[0]
+
+
+def test_a_series_of_another_save_beside_the_indexed_files_does_not_count() -> None:
+    store = fresh()
+    write(store, "model-00001-of-00002.safetensors", {"old": rows(9)})
+    write(store, "model-00001-of-00001.safetensors", {"t": rows(1)})
+    named = {"t": "model-00001-of-00001.safetensors"}
+    store.put("model.safetensors.index.json", write_index(named, total_size=8, total_parameters=2))
+    catalog = gather(store)
+    assert (set(catalog.tensors), [entry.name for entry in catalog.skipped]) == (
+        {"t"},
+        ["model-00001-of-00002.safetensors"],
+    )
+
+
+def test_two_series_without_an_index_are_two_saves() -> None:
+    store = fresh()
+    write(store, "model-00001-of-00001.safetensors", {"a": rows(1)})
+    write(store, "model.safetensors", {"b": rows(2)})
+    with pytest.raises(CorruptFile, match="of several saves"):
+        gather(store)
+
+
 def test_one_name_in_two_files_without_an_index_is_refused() -> None:
     store = fresh()
     write(store, "a.safetensors", {"w": rows(1)})
