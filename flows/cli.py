@@ -7,6 +7,7 @@ every fault into one clear message and an exit status. What the commands do stan
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -32,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     given = sys.argv[1:] if argv is None else list(argv)
     as_json = "--json" in given
+    if "--debug" not in given:
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs each failed request; errors say what matters
     try:
         answer = run(parse(given))
     except KeyboardInterrupt:
@@ -39,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the edge of the program: every fault becomes a message and a status
         if "--debug" in given:
             traceback.print_exception(error)
-        return refuse(error, as_json=as_json)
+        return refuse(error, as_json=as_json, every="inspect" in given[:1])
     try:
         write(sys.stdout, as_document(answer.document) if as_json else answer.text)
     finally:
         answer.then()
-    return 0
+    return answer.status
 
 
 def run(args: Namespace) -> Answer:
@@ -82,17 +85,19 @@ def stoppable(cancellation: Cancellation, *, heeding: bool) -> Iterator[None]:
             signal.signal(name, handler)
 
 
-def refuse(error: Exception, *, as_json: bool) -> int:
-    """Say what went wrong, and return the exit status that belongs to it."""
+def refuse(error: Exception, *, as_json: bool, every: bool = False) -> int:
+    """Say what went wrong, with ``every`` problem or the first ones, and return the exit status that belongs to it."""
     if isinstance(error, HfdcpError):
         message, problems, status = error.message, error.problems, error.exit_status
-        text = str(error)
+        text = "\n".join([message, *(f"  - {problem}" for problem in problems)]) if every else str(error)
     else:
         message, problems, status = f"unexpected {type(error).__name__}: {error}", (), HfdcpError.exit_status
         text = f"{message}\nthis is a fault of hfdcp; --debug shows where it happened"
     if as_json:
         what = {"class": type(error).__name__, "message": message, "problems": problems, "exit_status": status}
-        write(sys.stdout, as_document({"error": what}))
+        # what `inspect` found wrong stands in one place, whether it could go on after it or not
+        inspected = {"problems": problems or (message,), "exit_status": status} if every else {}
+        write(sys.stdout, as_document({"error": what, **inspected}))
     else:
         write(sys.stderr, f"hfdcp: {text}")
     return status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -32,7 +33,8 @@ def inspect(args: Namespace, control: Control) -> Answer:
     """Say what lies at a URL."""
     job = job_of(args)
     control.progress.begin("gather", 0)
-    return report.of_inspection(inspection.inspect(job), job)
+    found = inspection.inspect(job, tensor=args.tensor, deep=args.deep, progress=control.progress)
+    return report.of_inspection(found, job)
 
 
 def plan(args: Namespace, control: Control) -> Answer:
@@ -75,27 +77,29 @@ def publish(args: Namespace, control: Control) -> Answer:
     gathered, planned = core.plan_only(job)
     say_what_is_left_out(gathered, control)
     if job.sink:
-        return report.of_receipt("publish", chain(job, control, direct=args.direct), job)
+        return report.of_receipt("publish", chain(job, control, args), job)
     with work_folder(job, planned.digest, control.progress) as sink:
-        receipt = chain(replace(job, sink=sink), control, direct=args.direct)
+        receipt = chain(replace(job, sink=sink), control, args)
     return report.of_receipt("publish", receipt, job)
 
 
-def chain(job: Job, control: Control, *, direct: bool) -> Receipt:
-    """Run the five steps: by the Prefect flow, or without Prefect."""
-    if direct:
+def chain(job: Job, control: Control, args: Namespace) -> Receipt:
+    """Run the five steps: by the Prefect flow, or without Prefect where ``--direct`` is given."""
+    if args.direct:
         return core.publish(job, progress=control.progress, cancellation=control.cancellation)
     control.progress.say("starting Prefect, and its own server where none is configured (--direct does without) …")
+    # Prefect asks this before it tells its makers of every run; who wants to be counted sets it to 0.
+    os.environ.setdefault("DO_NOT_TRACK", "1")
     from hfdcp_flows import publish as flow
 
-    return flow.run(job, progress=control.progress, cancellation=control.cancellation)
+    return flow.run(job, progress=control.progress, cancellation=control.cancellation, debug=args.debug)
 
 
 def demo(args: Namespace, control: Control) -> Answer:
     """Publish a real small checkpoint to a Hub on this machine."""
     from hfdcp_flows import demo as story
 
-    return story.demo(args, lambda job: chain(job, control, direct=args.direct), control.progress)
+    return story.demo(args, lambda job: chain(job, control, args), control.progress)
 
 
 ANSWERS: Mapping[str, Callable[[Namespace, Control], Answer]] = {
@@ -121,7 +125,9 @@ JOB_OPTIONS = frozenset(field.name for field in fields(Job))
 
 def job_of(args: Namespace) -> Job:
     """Return what is asked as a value; storage options are set for the process and stay there."""
-    given = {name: value for name, value in vars(args).items() if name in JOB_OPTIONS}
+    given = {name: value for name, value in vars(args).items() if name in JOB_OPTIONS and value is not None}
+    if "shard_dim" in given and not args.ranks:
+        raise UsageError("--shard-dim says how tensors are cut for ranks: say for how many (--ranks M)")
     given |= {name: tuple(given[name]) for name in ("include", "exclude", "also") if name in given}
     job = Job(**({"source": "", "sink": ""} | given) | ({"memory_bytes": args.memory} if "memory" in args else {}))
     assert job.window_bytes  # refuses too little memory before anything is read

@@ -7,16 +7,20 @@ from dataclasses import dataclass
 
 from hfdcp_core import wire
 from hfdcp_core.catalog import Skipped
+from hfdcp_core.homes import of_rank
 from hfdcp_core.hub import Receipt
-from hfdcp_core.inspection import Inspection, Wanted
+from hfdcp_core.inspection import Inspection, Tensor, Wanted
 from hfdcp_core.job import Gathered, Job, Planned
 from hfdcp_core.manifest import MANIFEST_PATH, Manifest
+from hfdcp_core.picture import HOLE, OVERLAP, draw
 from hfdcp_flows.screen import in_bytes
 
 SHOWN_NAMES = 2
 """How many names are given before one stands for the rest."""
 SHOWN_TENSORS = 12
 """How many tensors are listed where many are."""
+SHOWN_SHARDS = 40
+"""How many shards of one tensor are listed."""
 Document = Mapping[str, object]
 
 
@@ -34,6 +38,8 @@ class Answer:
     """For a person."""
     then: Callable[[], None] = nothing
     """What goes on after it was said."""
+    status: int = 0
+    """Exit status of the command."""
 
 
 def left_out(skipped: Sequence[Skipped]) -> str:
@@ -70,17 +76,61 @@ def counted(number: int, one: str, many: str = "") -> str:
 
 
 def of_inspection(found: Inspection, job: Job) -> Answer:
-    """Tell what lies at a URL."""
-    document = {"command": "inspect", "source": job.source, "nbytes": found.nbytes, **_encoded(found)}
+    """Tell what lies at a URL, and everything that is wrong with it."""
+    document = {
+        "command": "inspect",
+        "source": job.source,
+        "nbytes": found.nbytes,
+        "exit_status": found.exit_status,
+        **_encoded(found),
+    }
     lines = [
         f"{job.source}: {found.format}, {counted(found.files, 'file')}, {in_bytes(found.source_bytes)}",
         *found.said,
+        *(_boxes(found.tensor) if found.tensor else _contents(found)),
+        *_examined(found),
+        *(f"PROBLEM: {problem}" for problem in found.problems),
+    ]
+    return Answer(document, "\n".join(lines), status=found.exit_status)
+
+
+def _contents(found: Inspection) -> list[str]:
+    return [
         f"{counted(len(found.wanted), 'tensor')}, {in_bytes(found.nbytes)}: {_by_dtype(found.wanted)}",
         *_tensors(found.wanted),
         *_notes(found.skipped, found.unproved),
-        *(f"PROBLEM: {problem}" for problem in found.problems),
     ]
-    return Answer(document, "\n".join(lines))
+
+
+def _examined(found: Inspection) -> list[str]:
+    if not found.examined:
+        return []
+    what = f"{counted(found.damaged, 'item')} damaged" if found.damaged else "nothing is damaged"
+    return [f"read {counted(found.examined, 'shard')} from end to end: {what}"]
+
+
+def _boxes(tensor: Tensor) -> list[str]:
+    """Draw the boxes of a tensor, and list the shards that hold them."""
+    picture = draw(tensor.spec.shape, [shard.box for shard in tensor.shards])
+    drawn = "".join(picture.lines)
+    held = [
+        f"  {letter}  {shard.box}  {of_rank(shard.span.path)}[{shard.span.start}:{shard.span.stop}]  "
+        f"{in_bytes(shard.span.length)}"
+        for letter, shard in zip(picture.letters, tensor.shards, strict=True)
+    ]
+    more = [f"  … and {len(held) - SHOWN_SHARDS} more (--json: all)"] if len(held) > SHOWN_SHARDS else []
+    return [
+        f"{tensor.fqn}  {tensor.spec}  {counted(len(held), 'shard')}",
+        *([f"saved as {tensor.source}"] if tensor.source != tensor.fqn else []),
+        *picture.lines,
+        *(
+            f"  {sign}  {what}"
+            for sign, what in ((HOLE, "held by no shard"), (OVERLAP, "held by several"))
+            if sign in drawn
+        ),
+        *held[:SHOWN_SHARDS],
+        *more,
+    ]
 
 
 def _by_dtype(tensors: Iterable[Wanted]) -> str:
@@ -113,7 +163,7 @@ def of_plan(gathered: Gathered, planned: Planned, job: Job) -> Answer:
     }
     shards, copies = counted(gathered.shards, "shard"), counted(planned.copies, "copy", "copies")
     size = in_bytes(sum(file.size for file in planned.files))
-    files = f"{counted(planned.tensors, 'tensor')} in {counted(len(planned.files), 'file')}"
+    files = f"{counted(planned.tensors, 'tensor')} in {_files(len(planned.files), job.ranks, job.shard_dim)}"
     lines = [
         f"{job.source}: {gathered.format}, {counted(gathered.files, 'file')}, {shards}",
         *gathered.said,
@@ -124,6 +174,16 @@ def of_plan(gathered: Gathered, planned: Planned, job: Job) -> Answer:
         f"plan {planned.digest[:16]}",
     ]
     return Answer(document, "\n".join(lines))
+
+
+def _files(number: int, ranks: int, dim: int) -> str:
+    """Say how many files there are, and for whom.
+
+    >>> _files(2, 0, 0), _files(2, 2, 1)
+    ('2 files', '2 files for 2 ranks, cut along dimension 1')
+    """
+    files = counted(number, "file")
+    return f"{files} for {counted(ranks, 'rank')}, cut along dimension {dim}" if ranks else files
 
 
 def _tied(tied: Mapping[str, str]) -> list[str]:
@@ -141,9 +201,10 @@ def of_manifest(command: str, manifest: Manifest, job: Job) -> Answer:
         "manifest": _encoded(manifest),
     }
     size = in_bytes(sum(record.size for record in manifest.files))
-    tensors = counted(sum(len(record.tensors) for record in manifest.records), "tensor")
+    tensors = counted(len({name for record in manifest.records for name in record.tensors}), "tensor")
+    files = _files(len(manifest.records), manifest.ranks, manifest.shard_dim)
     lines = [
-        f"{job.sink}: {_VERDICT[command]}: {tensors} in {counted(len(manifest.records), 'file')}, {size}",
+        f"{job.sink}: {_VERDICT[command]}: {tensors} in {files}, {size}",
         *(f"  {record.path}  {in_bytes(record.size)}  sha256 {record.sha256[:16]}…" for record in manifest.files),
         f"manifest: {MANIFEST_PATH} (plan {manifest.plan_digest[:16]})",
     ]

@@ -24,7 +24,7 @@ LAYERS = ("hfdcp_core", "hfdcp_tasks", "hfdcp_flows")
 RANKS = (
     ("errors",),
     ("dtypes", "box", "homes"),
-    ("catalog", "manifest"),
+    ("catalog", "manifest", "picture"),
     ("distcp_scan", "distcp_zip"),
     ("distcp_records",),
     ("distcp_machine",),
@@ -88,7 +88,9 @@ IMPURE = frozenset({"os", "pathlib", "tempfile", "time", "threading", "asyncio",
 
 SHARED = {"hfdcp_tasks": {"options", "blocks"}, "hfdcp_flows": {"hooks", "embedded"}}
 """What siblings of a package may import from one another; all else would be sideways."""
-COMMAND_LINE = {"hfdcp_flows." + name for name in ("cli", "arguments", "commands", "screen", "report", "demo")}
+COMMAND_LINE = {
+    "hfdcp_flows." + name for name in ("cli", "arguments", "options", "typed", "commands", "screen", "report", "demo")
+}
 """The modules of the command line: they call flows and core, import one another, and nobody imports them."""
 
 DOORS = {

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from hfdcp_core.errors import UsageError
-from hfdcp_flows.arguments import COMMANDS, count, file_index, json_object, parse, size
+from hfdcp_flows.arguments import COMMANDS, parse
+from hfdcp_flows.typed import count, file_index, json_object, size
 
 EXAMPLES = [example for command in COMMANDS for example in command.examples]
 

@@ -1,0 +1,232 @@
+"""The options of the commands, in groups: each function adds one group to a parser."""
+
+from __future__ import annotations
+
+import argparse
+
+from hfdcp_flows.typed import count, file_index, json_object, size
+
+
+def source(parser: argparse.ArgumentParser) -> None:
+    """The checkpoint that is read."""
+    parser.add_argument("source", metavar="SOURCE", help="checkpoint: a folder, or any URL that fsspec knows")
+
+
+def url(parser: argparse.ArgumentParser) -> None:
+    """The checkpoint that is looked at."""
+    parser.add_argument("source", metavar="URL", help="checkpoint: a folder, or any URL that fsspec knows")
+
+
+def found(parser: argparse.ArgumentParser) -> None:
+    """Where the checkpoint is, if one URL does not say it."""
+    group = parser.add_argument_group("where the checkpoint is")
+    group.add_argument(
+        "--also",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="another place that holds files of the same checkpoint, such as a node's own disk; may be repeated",
+    )
+    group.add_argument(
+        "--latest",
+        action="store_true",
+        help="the newest complete step below the place that is named; steps that are not complete are passed over",
+    )
+
+
+def sink(parser: argparse.ArgumentParser) -> None:
+    """Where the output goes."""
+    parser.add_argument("sink", metavar="SINK", help="where the output goes: a folder or URL")
+
+
+def sink_to_validate(parser: argparse.ArgumentParser) -> None:
+    """The output that is looked at again."""
+    parser.add_argument("sink", metavar="SINK", help="a consolidated checkpoint: folder or URL")
+
+
+def planned_sink(parser: argparse.ArgumentParser) -> None:
+    """Where the output would go."""
+    parser.add_argument("sink", metavar="SINK", nargs="?", default="", help="where the output would go")
+
+
+def consolidated(parser: argparse.ArgumentParser) -> None:
+    """The output that is pushed."""
+    parser.add_argument("sink", metavar="CHECKPOINT", help="what `hfdcp consolidate` wrote: a folder or URL")
+
+
+def repo(parser: argparse.ArgumentParser) -> None:
+    """The repository on the Hub."""
+    parser.add_argument("repo", metavar="REPO", help="repository on the Hub, as owner/name")
+
+
+def compared(parser: argparse.ArgumentParser) -> None:
+    """What an output is compared with."""
+    parser.add_argument(
+        "--source", metavar="URL", default="", help="read this checkpoint too, and compare every tensor"
+    )
+    parser.add_argument("--repo", metavar="REPO", default="", help="compare with what the Hub has, as owner/name")
+    parser.add_argument("--revision", metavar="REV", default="main", help="which revision of REPO (default: main)")
+
+
+def chosen(parser: argparse.ArgumentParser) -> None:
+    """Which tensors are taken, under which names."""
+    group = parser.add_argument_group("which tensors, under which names")
+    group.add_argument(
+        "--include",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="take these names only; may be repeated; '*' takes every tensor, optimizer state too",
+    )
+    group.add_argument(
+        "--exclude", metavar="GLOB", action="append", default=[], help="leave these names out; may be repeated"
+    )
+    group.add_argument(
+        "--recipe",
+        metavar="NAME",
+        default="auto",
+        help="auto: wrapper prefixes cleaned (default); none: names as saved; or rules such as module,strip:net",
+    )
+    group.add_argument(
+        "--world-size",
+        metavar="N",
+        type=count,
+        help="how many ranks wrote it, where the files do not state the global shapes",
+    )
+    group.add_argument(
+        "--accept-unproved",
+        action="store_true",
+        help="go on where nothing proves that the checkpoint is complete; the manifest says so",
+    )
+
+
+def beside(parser: argparse.ArgumentParser) -> None:
+    """What belongs to a model beside its tensors."""
+    group = parser.add_argument_group("tied tensors, and what is no tensor")
+    group.add_argument(
+        "--config",
+        metavar="URL",
+        default="",
+        help="the model's config.json, or a folder with one (default: the one beside the checkpoint); a head that it "
+        "ties to the embedding is left out where the bytes are equal",
+    )
+    group.add_argument(
+        "--untie", action="store_true", help="write tied tensors too, and a config.json that says they are not tied"
+    )
+    group.add_argument(
+        "--keep-extra",
+        action="store_true",
+        help="save numbers, texts, lists and dictionaries of the checkpoint as hfdcp-extra.json, and push that too",
+    )
+
+
+def looked_at(parser: argparse.ArgumentParser) -> None:
+    """How closely a checkpoint is looked at."""
+    group = parser.add_argument_group("how closely")
+    group.add_argument(
+        "--tensor", metavar="FQN", default="", help="draw the boxes of this tensor, by its saved or its clean name"
+    )
+    group.add_argument(
+        "--deep", action="store_true", help="open every item and read it once, against its checksum and the metadata"
+    )
+
+
+def packed(parser: argparse.ArgumentParser) -> None:
+    """How the files of a model repository are made."""
+    group = parser.add_argument_group("output files")
+    _packing(group)
+    _made(group)
+
+
+def packed_or_cut(parser: argparse.ArgumentParser) -> None:
+    """How the files of a model repository, or of the ranks of a training, are made."""
+    group = parser.add_argument_group("output files")
+    _packing(group).add_argument(
+        "--ranks",
+        metavar="M",
+        type=count,
+        default=0,
+        help="one file for each of M ranks instead, in the form of torch's sharded safetensors, for a training to load",
+    )
+    group.add_argument(
+        "--shard-dim", metavar="D", type=int, help="dimension along which tensors are cut for the ranks (default: 0)"
+    )
+    _made(group)
+
+
+def _packing(group: argparse._ArgumentGroup) -> argparse._MutuallyExclusiveGroup:
+    either = group.add_mutually_exclusive_group()
+    either.add_argument(
+        "--max-file-size",
+        metavar="SIZE",
+        type=size,
+        default=5_000_000_000,
+        help="at most so many bytes of tensors in a file (default: 5GB)",
+    )
+    either.add_argument(
+        "--file-index", metavar="FILE.json", type=file_index, help='which tensor goes into which file: {"name": 1, …}'
+    )
+    return either
+
+
+def _made(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--memory", metavar="SIZE", type=size, default=256 << 20, help="peak memory of the process (default: 256MiB)"
+    )
+    group.add_argument(
+        "--workers", metavar="N", type=count, default=0, help="output files in flight (default: one for each core)"
+    )
+    group.add_argument("--overwrite", action="store_true", help="replace another output that the sink holds")
+
+
+def kept(parser: argparse.ArgumentParser) -> None:
+    """How the whole chain is run."""
+    parser.add_argument(
+        "--sink", metavar="URL", default="", help="keep the output here (default: a work folder, removed after success)"
+    )
+    parser.add_argument("--direct", action="store_true", help="run the same five steps without Prefect")
+
+
+def committed(parser: argparse.ArgumentParser) -> None:
+    """What the commit is."""
+    group = parser.add_argument_group("commit")
+    group.add_argument("--revision", metavar="BRANCH", default="main", help="branch to commit to (default: main)")
+    group.add_argument("--message", metavar="TEXT", default="", help="commit message")
+    group.add_argument(
+        "--allow-public",
+        action="store_true",
+        help="push to a repository that is public already; new ones are always private",
+    )
+
+
+def replacing(parser: argparse.ArgumentParser) -> None:
+    """What a push may replace."""
+    parser.add_argument("--overwrite", action="store_true", help="replace another model that the repository holds")
+
+
+def stored(parser: argparse.ArgumentParser) -> None:
+    """Options for fsspec."""
+    group = parser.add_argument_group("storage")
+    for name, whose in (
+        ("--storage-options", "both ends"),
+        ("--source-options", "the source"),
+        ("--sink-options", "the sink"),
+    ):
+        group.add_argument(name, metavar="JSON|@FILE", type=json_object, help=f"fsspec's options for {whose}")
+
+
+def demo(parser: argparse.ArgumentParser) -> None:
+    """Where and how the demo goes."""
+    parser.add_argument(
+        "--folder", metavar="DIR", default="hfdcp-demo", help="where everything goes (default: ./hfdcp-demo)"
+    )
+    parser.add_argument("--direct", action="store_true", help="without Prefect: half a minute quicker")
+    parser.add_argument("--keep", action="store_true", help="leave the Hub on loopback running until Ctrl-C")
+
+
+def display(parser: argparse.ArgumentParser) -> None:
+    """What is shown; every command has these."""
+    group = parser.add_argument_group("what is shown")
+    group.add_argument("--json", action="store_true", help="one JSON document on stdout, errors too")
+    group.add_argument("--quiet", action="store_true", help="no progress, only the result")
+    group.add_argument("--debug", action="store_true", help="show the traceback of an error")

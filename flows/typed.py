@@ -1,0 +1,66 @@
+"""What is typed as text, as a value: sizes, numbers, JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+UNITS: dict[str, int] = {"": 1, "B": 1} | {
+    f"{letter}{infix}B": base ** (power + 1)
+    for infix, base in (("", 1000), ("i", 1024))
+    for power, letter in enumerate("KMGT")
+}
+"""Bytes in one unit: KB, MB, GB and TB are decimal, KiB, MiB, GiB and TiB are binary."""
+_UNITS_BY_LOWER = {unit.lower(): size for unit, size in UNITS.items()}
+
+
+def size(text: str) -> int:
+    """Return a number of bytes that was written with or without a unit.
+
+    >>> size("5GB"), size("256MiB"), size("1.5 kb"), size("1000")
+    (5000000000, 268435456, 1500, 1000)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    unit = _UNITS_BY_LOWER.get(found[2]) if found else None
+    if found is None or unit is None or (nbytes := round(float(found[1]) * unit)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 5GB, 500MB or 256MiB")
+    return nbytes
+
+
+def count(text: str) -> int:
+    """Return a whole number of at least one.
+
+    >>> count("4")
+    4
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def json_object(text: str) -> Mapping[str, object]:
+    """Return a JSON object, given as such or as ``@file``.
+
+    >>> json_object('{"anon": true}')
+    {'anon': True}
+    """
+    try:
+        value = json.loads(Path(text[1:]).read_text("utf-8") if text.startswith("@") else text)
+    except (OSError, ValueError) as error:
+        # What stands in the options may be a secret, so the message does not repeat it.
+        raise argparse.ArgumentTypeError(f"not a JSON object, nor @file with one ({type(error).__name__})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError('not a JSON object such as \'{"token": "anon"}\'')
+    return value
+
+
+def file_index(text: str) -> Mapping[str, int]:
+    """Return the tensors' file numbers from a JSON file: ``{"model.norm.weight": 1, …}``."""
+    value = json_object(f"@{text}")
+    wrong = [fqn for fqn, number in value.items() if type(number) is not int or number < 1]
+    if wrong:
+        raise argparse.ArgumentTypeError(f"{text}: a file number is 1, 2, …; it is not for {', '.join(wrong[:5])}")
+    return {fqn: number for fqn, number in value.items() if isinstance(number, int)}
