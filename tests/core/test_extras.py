@@ -144,6 +144,8 @@ def test_it_is_beside_the_index_and_never_in_it(files: int, job: Job) -> None:
     manifest = publish.make(replace(job, keep_extra=True, max_file_size=24 if files == 2 else 10**9))
     assert len(manifest.records) == files
     assert [record.path for record in manifest.extra_files] == [INDEX_PATH, EXTRA_PATH][-files:]
+    if files == 2:
+        assert json.loads((Path(job.sink) / INDEX_PATH).read_text())["weight_map"].keys() == {"w", "b"}
 
 
 def test_the_same_checkpoint_gives_the_same_bytes_also_in_a_bucket(job: Job, tmp_path: Path) -> None:
