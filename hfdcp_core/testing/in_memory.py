@@ -139,7 +139,5 @@ def _seen(sink: Sink) -> list[str]:
 
 
 def _read(raw: bytes) -> dict[str, Piece]:
-    return {
-        name: Piece(entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
-        for name, entry in safetensors.deserialize(raw)
-    }
+    entries = safetensors.deserialize(raw)  # type: ignore[no-untyped-call]  # it has no types
+    return {name: Piece(entry["dtype"], tuple(entry["shape"]), bytes(entry["data"])) for name, entry in entries}

@@ -57,11 +57,10 @@ def weight_map(made: Output) -> Mapping[str, str]:
 @given(
     sizes=st.dictionaries(st.text("abcdef.", min_size=1, max_size=5), st.integers(0, 9), min_size=1, max_size=8),
     max_file_size=st.integers(1, 80),
-    shuffled=st.randoms(use_true_random=False),
 )
-@settings(max_examples=40)
+@settings(max_examples=30, deadline=None)
 def test_index_headers_and_manifest_name_exactly_the_tensors_that_each_file_holds(
-    sizes: dict[str, int], max_file_size: int, shuffled: object
+    sizes: dict[str, int], max_file_size: int
 ) -> None:
     """Names claimed but not written, written but not named, or named elsewhere (Megatron-Bridge#4083, Relax#148)."""
     tensors = {name: row(number, size) for number, (name, size) in enumerate(sizes.items())}
