@@ -7,6 +7,7 @@ message of ours never holds a token. The client waits for ever by default; here 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,6 +63,14 @@ class Head:
     """Whether the repository is private."""
 
 
+XET_PATIENCE: Mapping[str, str] = {
+    "HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "4",
+    "HF_XET_CLIENT_RETRY_BASE_DELAY": "1000ms",
+}
+"""How often hf_xet asks a storage that does not answer; left alone, it goes on for minutes without a word (256 s at
+each request). Whoever wants more patience sets these variables; a push that failed so may be tried again."""
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
     """What the Hub says of a file."""
@@ -78,6 +87,8 @@ class Repository:
     """A model repository at a revision. Files are uploaded first, in any number of calls, and committed at once."""
 
     def __init__(self, name: str, *, revision: str, endpoint: str) -> None:
+        for variable, value in XET_PATIENCE.items():
+            os.environ.setdefault(variable, value)  # read when hf_xet is imported, which is later
         from huggingface_hub import HfApi, get_token
 
         self.name = name

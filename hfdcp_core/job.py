@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from hfdcp_core.catalog import Skipped
 from hfdcp_core.errors import UsageError, ValidationError
 from hfdcp_core.plan import BUFFERS, SCRATCH
 
+_REPO = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9_][\w.-]*", re.ASCII)
 MEMORY_AT_START = 96 << 20
 """What the command takes before a byte moves: interpreter, numpy, checksums (measured: 45 to 70 MiB), and slack."""
 LARGEST_WINDOW = 4 << 20
@@ -83,6 +85,10 @@ class Job:
         )
         if min(least) < 0:
             raise UsageError("sizes and numbers of workers and ranks are positive")
+        if self.repo and not _REPO.fullmatch(self.repo):
+            raise UsageError(
+                f"{self.repo!r} names no repository: it is written namespace/name, of letters, digits and ._-"
+            )
         if self.ranks and (self.file_index is not None or self.repo):
             raise UsageError("files for ranks are no model repository: they take no file index, and are not pushed")
         if len({self.source, *self.also}) <= len(self.also):
@@ -121,7 +127,9 @@ class Job:
         share = (self.memory_bytes - MEMORY_AT_START) // (self.files_at_once * (BUFFERS + SCRATCH))
         if share < SMALLEST_WINDOW:
             least = MEMORY_AT_START + SMALLEST_WINDOW * self.files_at_once * (BUFFERS + SCRATCH)
-            raise UsageError(f"--memory of {self.memory_bytes} bytes is too little: at least {least} are needed")
+            raise UsageError(
+                f"--memory of {self.memory_bytes} bytes is too little: at least {-(-least >> 20)} MiB are needed"
+            )
         return min(LARGEST_WINDOW, share // SMALLEST_WINDOW * SMALLEST_WINDOW)
 
 

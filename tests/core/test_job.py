@@ -98,3 +98,14 @@ def test_files_are_made_one_for_each_core_that_we_may_use_unless_asked() -> None
 def test_where_the_system_does_not_say_what_we_may_use_every_core_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")  # macOS has none
     assert JOB.files_at_once == os.cpu_count()
+
+
+@pytest.mark.parametrize("repo", ["a/b/c", "../x/y", "acme/m n", "acme/", "/m", ".", "acme/modèle"])
+def test_what_names_no_repository_is_a_wrong_request(repo: str) -> None:
+    with pytest.raises(UsageError, match="names no repository"):
+        Job(source="s", sink="t", repo=repo)
+
+
+@pytest.mark.parametrize("repo", ["acme/llama-3.1_8b", "llama", "a/B.c"])
+def test_names_of_repositories_are_taken(repo: str) -> None:
+    assert Job(source="s", sink="t", repo=repo).repo == repo
