@@ -22,12 +22,21 @@ from contextlib import contextmanager
 from hfdcp_core import distcp_records as records
 from hfdcp_core.distcp_item import StorageRef, TensorRef, TorchItem, item_of
 from hfdcp_core.distcp_metadata import DcpMetadata, metadata_of
-from hfdcp_core.distcp_object import TENSORS, ObjectContent, read_object
+from hfdcp_core.distcp_object import TENSORS, ObjectContent, hides_tensors, read_object
 from hfdcp_core.distcp_scan import Rules, disarm
 from hfdcp_core.dtypes import NOT_IN_SAFETENSORS, TABLE
 from hfdcp_core.errors import CorruptFile, HfdcpError, SourceError, UnsafePickle
 
-__all__ = ["TENSORS", "DcpMetadata", "ObjectContent", "TorchItem", "read_item", "read_metadata", "read_object"]
+__all__ = [
+    "TENSORS",
+    "DcpMetadata",
+    "ObjectContent",
+    "TorchItem",
+    "hides_tensors",
+    "read_item",
+    "read_metadata",
+    "read_object",
+]
 
 MOST_METADATA_BYTES = 1 << 29
 """About four million shards. A hostile pickle may take some eighty times its size in memory, an honest one twelve."""

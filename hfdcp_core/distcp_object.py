@@ -34,7 +34,7 @@ from hfdcp_core import distcp_zip
 from hfdcp_core.distcp_machine import TENSORS, DamagedError, Items, Machine, Name, NotPlainError
 from hfdcp_core.errors import CorruptFile
 
-__all__ = ["TENSORS", "Json", "ObjectContent", "plain_value", "read_object"]
+__all__ = ["TENSORS", "Json", "ObjectContent", "hides_tensors", "plain_value", "read_object"]
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -70,18 +70,32 @@ def read_object(fetch: Callable[[int, int], bytes], length: int, *, where: str) 
         CorruptFile: The archive or its pickle is damaged.
     """
     item = distcp_zip.Item(fetch, length, where)
+    pickled, storages = _records(item)
+    if storages:
+        return ObjectContent(None, TENSORS)
+    if pickled.size > MOST_PICKLE_BYTES:
+        problem = f"holds a pickle of {pickled.size} bytes; at most {MOST_PICKLE_BYTES} are looked into"
+        return ObjectContent(None, problem)
+    return plain_value(distcp_zip.content(item, pickled, most=MOST_PICKLE_BYTES), where=f"{where}: data.pkl")
+
+
+def hides_tensors(fetch: Callable[[int, int], bytes], length: int, *, where: str) -> bool:
+    """Whether an item that should hold no tensor does, by the directory of its archive alone.
+
+    Raises:
+        CorruptFile: The archive is damaged.
+    """
+    return _records(distcp_zip.Item(fetch, length, where))[1]
+
+
+def _records(item: distcp_zip.Item) -> tuple[distcp_zip.Record, bool]:
+    """Return the record of the pickle, and whether there are any of the storages that tensors lie in."""
     records = distcp_zip.directory(item, most=_MOST_DIRECTORY_BYTES)
     pickles = [name for name in records if name.endswith("/data.pkl")]
     if len(pickles) != 1:
         item.fail(f"expected one record data.pkl in it, found {len(pickles)}")
     data = f"{pickles[0].removesuffix('.pkl')}/"
-    if any(name.startswith(data) for name in records):
-        return ObjectContent(None, TENSORS)
-    pickled = records[pickles[0]]
-    if pickled.size > MOST_PICKLE_BYTES:
-        problem = f"holds a pickle of {pickled.size} bytes; at most {MOST_PICKLE_BYTES} are looked into"
-        return ObjectContent(None, problem)
-    return plain_value(distcp_zip.content(item, pickled, most=MOST_PICKLE_BYTES), where=f"{where}: data.pkl")
+    return records[pickles[0]], any(name.startswith(data) for name in records)
 
 
 def plain_value(raw: bytes, *, where: str) -> ObjectContent:

@@ -8,13 +8,13 @@ like. With ``--keep-extra`` it is every one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from hfdcp_core import wire
 from hfdcp_core.catalog import TORCH_SAVE_ZSTD, Catalog, ObjectItem, Skipped
-from hfdcp_core.distcp_file import TENSORS, ObjectContent, read_object
+from hfdcp_core.distcp_file import TENSORS, ObjectContent, hides_tensors, read_object
 from hfdcp_core.errors import CorruptFile
 from hfdcp_core.manifest import EXTRA_PATH
 from hfdcp_core.recipe import EXTRA_STATE, why_no_weight
@@ -23,7 +23,7 @@ from hfdcp_core.zstd_stream import ZstdStream
 
 LOOKED_INTO = 64
 """How many items are looked into where not every one is."""
-IN_FLIGHT = 8
+IN_FLIGHT = 4
 """Items that are read at once."""
 MOST_DECOMPRESSED_BYTES = 4 << 30
 """A compressed item that holds more is taken for a bomb."""
@@ -44,11 +44,10 @@ def look_into(catalog: Catalog, source: Source, *, every: bool) -> Catalog:
     Raises:
         CorruptFile: All are asked for, and one is damaged.
     """
-    chosen = catalog.objects if every else _suspicious(catalog.objects)
-    contents = _read(chosen, source, strict=every)
+    contents = _read(catalog.objects, source) if every else _suspected(catalog.objects, source)
     kept = _plain(contents) if every else {}
     held = {item.name: content.problem for item, content in contents if content.problem}
-    reasons = {entry.name: _reason(entry, held.get(entry.name), kept, every=every) for entry in catalog.skipped}
+    reasons = {entry.name: _reason(entry, held.get(entry.name), kept) for entry in catalog.skipped}
     return replace(catalog, skipped=tuple(Skipped(entry.name, reasons[entry.name]) for entry in catalog.skipped))
 
 
@@ -58,29 +57,41 @@ def document(catalog: Catalog, source: Source) -> bytes | None:
     Raises:
         CorruptFile: An item is damaged.
     """
-    values = _plain(_read(catalog.objects, source, strict=True))
+    values = _plain(_read(catalog.objects, source))
     return wire.dump_extra({name: content.value for name, content in values.items()}) if values else None
 
 
-def _suspicious(items: Iterable[ObjectItem]) -> tuple[ObjectItem, ...]:
+Contents = list[tuple[ObjectItem, ObjectContent]]
+
+
+def _suspected(items: Iterable[ObjectItem], source: Source) -> Contents:
+    """Return the items that hide tensors, of the few that may hide weights; a damaged one is nobody's loss."""
     candidates = [item for item in items if why_no_weight((item.name,)) is None]
-    return tuple(sorted(candidates, key=lambda item: (-item.span.length, item.name))[:LOOKED_INTO])
+    candidates.sort(key=lambda item: (-item.span.length, item.name))
 
-
-def _read(items: Iterable[ObjectItem], source: Source, *, strict: bool) -> list[tuple[ObjectItem, ObjectContent]]:
-    def look(item: ObjectItem) -> tuple[ObjectItem, ObjectContent]:
+    def hides(item: ObjectItem) -> bool:
         try:
-            return item, _content(item, source)
+            fetch, length, where = _opened(item, source)
+            return hides_tensors(fetch, length, where=where)
         except CorruptFile:
-            if strict:
-                raise
-            return item, ObjectContent(None)
+            return False
+
+    with ThreadPoolExecutor(IN_FLIGHT, "hfdcp-objects") as pool:
+        answers = list(pool.map(hides, candidates[:LOOKED_INTO]))
+    return [(item, ObjectContent(None, TENSORS)) for item, hidden in zip(candidates, answers, strict=False) if hidden]
+
+
+def _read(items: Iterable[ObjectItem], source: Source) -> Contents:
+    def look(item: ObjectItem) -> tuple[ObjectItem, ObjectContent]:
+        fetch, length, where = _opened(item, source)
+        return item, read_object(fetch, length, where=where)
 
     with ThreadPoolExecutor(IN_FLIGHT, "hfdcp-objects") as pool:
         return list(pool.map(look, items))
 
 
-def _content(item: ObjectItem, source: Source) -> ObjectContent:
+def _opened(item: ObjectItem, source: Source) -> tuple[Callable[[int, int], bytes], int, str]:
+    """Return what reads an item's archive, how long that is, and what to call it."""
     span = item.span
 
     def fetch(start: int, stop: int) -> bytes:
@@ -89,8 +100,8 @@ def _content(item: ObjectItem, source: Source) -> ObjectContent:
     where = f"{source.url}: {item.name} in {span}"
     if item.encoding == TORCH_SAVE_ZSTD:
         stream = ZstdStream(fetch, span.length, most=MOST_DECOMPRESSED_BYTES, where=where)
-        return read_object(stream.read, stream.length, where=where)
-    return read_object(fetch, span.length, where=where)
+        return stream.read, stream.length, where
+    return fetch, span.length, where
 
 
 def _plain(contents: Iterable[tuple[ObjectItem, ObjectContent]]) -> Mapping[str, ObjectContent]:
@@ -101,11 +112,11 @@ def _plain(contents: Iterable[tuple[ObjectItem, ObjectContent]]) -> Mapping[str,
     return {name: same[0] for name, same in found.items() if not same[0].problem and same.count(same[0]) == len(same)}
 
 
-def _reason(entry: Skipped, problem: str | None, kept: Mapping[str, ObjectContent], *, every: bool) -> str:
+def _reason(entry: Skipped, problem: str | None, kept: Mapping[str, ObjectContent]) -> str:
     if entry.name in kept:
         return SAVED
     if problem == TENSORS:
         return TENSORS
     if any(part.startswith(EXTRA_STATE) for part in entry.name.split(".")):
         return LAYER_STATE
-    return f"not a tensor: {problem}, not saved" if problem and every else entry.reason
+    return f"not a tensor: {problem}, not saved" if problem else entry.reason

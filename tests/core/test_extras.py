@@ -189,6 +189,17 @@ def test_a_damaged_object_stops_the_run_only_where_it_is_asked_for(job: Job) -> 
         publish.make(replace(job, keep_extra=True))
 
 
+def test_an_object_whose_archive_is_damaged_keeps_its_reason_unless_asked_for(job: Job) -> None:
+    [item] = [item for item in catalog_of(job).objects if item.name == "mine"]
+    path = Path(job.source) / item.span.path
+    raw = bytearray(path.read_bytes())
+    raw[item.span.stop - 22 : item.span.stop] = bytes(22)
+    path.write_bytes(raw)
+    assert reasons(job)["mine"] == OBJECT
+    with pytest.raises(CorruptFile, match="mine in __0_0"):
+        publish.plan_only(replace(job, keep_extra=True))
+
+
 def catalog_of(job: Job) -> Catalog:
     return publish.locate(job).catalog
 
