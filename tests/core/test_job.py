@@ -18,7 +18,7 @@ JOBS = st.builds(
     Job,
     source=TEXT,
     sink=TEXT,
-    repo=TEXT,
+    repo=st.sampled_from(["", "acme/m", "m"]),
     include=st.lists(TEXT, max_size=3).map(tuple),
     exclude=st.lists(TEXT, max_size=3).map(tuple),
     recipe=TEXT,
@@ -77,9 +77,11 @@ def test_all_windows_in_flight_keep_within_the_memory_or_the_job_says_how_much_i
     try:
         window = job.window_bytes
     except UsageError as error:
-        least = int(str(error).split("at least ")[1].split()[0])
+        least = int(str(error).split("at least ")[1].split()[0]) << 20
         assert least > memory_bytes
-        assert replace(job, memory_bytes=least).window_bytes == SMALLEST_WINDOW
+        assert replace(job, memory_bytes=least).window_bytes >= SMALLEST_WINDOW
+        with pytest.raises(UsageError, match="too little"):
+            _ = replace(job, memory_bytes=least - (1 << 20)).window_bytes
         return
     assert MEMORY_AT_START + window * (BUFFERS + SCRATCH) * workers <= memory_bytes
     assert SMALLEST_WINDOW <= window <= LARGEST_WINDOW
