@@ -217,6 +217,8 @@ def _part(region: Box, axis: int, cell: tuple[int, int]) -> Box:
 
 
 def _cell(cell: Box, held: Sequence[_Held]) -> str:
+    if len(held) == 1 and cell.within(held[0][0]):
+        return held[0][1]  # most cells are so
     hole, several = _faults(cell, [box for box, _ in held])
     if several:
         return OVERLAP
