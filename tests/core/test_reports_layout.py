@@ -195,6 +195,7 @@ def test_boxes_that_overlap_are_refused_whatever_they_hold(boxes: list[tuple[int
     for files in (distributed(boxes, tmp_path / "dcp", total=7), as_ranks(boxes, total=7)):
         fault = refusal_of(files, accept_unproved=True)
         assert isinstance(fault, PlanError)
+        assert fault.problems
         assert all("w: boxes" in problem and "overlap" in problem for problem in fault.problems)
 
 
