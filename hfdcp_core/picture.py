@@ -154,10 +154,12 @@ def _frame(view: _View, held: Sequence[_Held]) -> Iterator[str]:
     rows = _cells(view, held, (height, width))
     yield " " * (margin + 2) + _ruler(rows, across, each)
     yield f"{'':{margin}} ┌{'─' * (width * each)}┐"
+    before = ""
     for number, row in enumerate(rows):
         begins = down[-1] > 1 and (number == 0 or row != rows[number - 1])
-        label = _cut_at(number, height, down) if begins else ""
-        yield f"{label:>{margin}} │{''.join(cell * each for cell in row)}│"
+        label = _cut_at(number, height, down) if begins else before
+        yield f"{label if label != before else '':>{margin}} │{''.join(cell * each for cell in row)}│"
+        before = label
     yield f"{'':{margin}} └{'─' * (width * each)}┘"
 
 
@@ -229,10 +231,10 @@ def _cell(cell: Box, held: Sequence[_Held]) -> str:
 def _ruler(rows: Sequence[str], cuts: Sequence[int], each: int) -> str:
     """Write where boxes begin above the columns, as far as there is room."""
     columns = list(zip(*rows, strict=True))
-    ruler = "0"
+    ruler = label = "0"
     for number, (before, column) in enumerate(itertools.pairwise(columns), 1):
-        if column != before:
-            label = _cut_at(number, len(columns), cuts)
+        if column != before and (cut := _cut_at(number, len(columns), cuts)) != label:
+            label = cut
             fits = len(ruler) < number * each <= len(columns) * each - len(label)
             ruler = f"{ruler:<{number * each}}{label}" if fits else ruler
     return ruler

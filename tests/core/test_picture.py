@@ -43,6 +43,14 @@ def test_where_boxes_begin_is_written_above_and_beside() -> None:
     assert labels.index("192") == next(n for n, row in enumerate(inside(picture.lines)) if "c" in row)
 
 
+def test_no_place_is_written_twice() -> None:
+    boxes = [Box((0, 0), (192, 528)), Box((0, 528), (192, 528)), Box((165, 528), (192, 528))]
+    lines = draw((384, 1056), boxes).lines
+    labels = [label for line in lines if "│" in line if (label := line.partition("│")[0].strip())]
+    assert labels == ["0", "165", "192", "357"]
+    assert lines[1].split() == ["0", "528"]
+
+
 @pytest.mark.parametrize("shape", [(1_000_003,), (1_000_003, 7), (3, 999_983)])
 def test_one_element_that_nobody_holds_is_seen(shape: tuple[int, ...]) -> None:
     axis = shape.index(max(shape))
