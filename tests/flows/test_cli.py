@@ -1,8 +1,10 @@
 """The command line, run as a person or a script runs it: as a process of its own, on checkpoints that torch wrote."""
 
 import json
+import logging
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hfdcp_core.errors import HfdcpError
+from hfdcp_core.errors import HfdcpError, SourceError
 from hfdcp_core.gather import gather
 from hfdcp_core.store import LocalStore, open_store
 from hfdcp_core.testing.checkpoints import Truth, compare_with_truth, write_checkpoint
@@ -123,6 +125,24 @@ def test_inspect_gives_a_document_with_every_tensor(truth: Truth) -> None:
     assert {row["fqn"]: tuple(row["spec"]["shape"]) for row in wanted} == {
         name: tensor.shape for name, tensor in truth.cleaned.items()
     }
+
+
+def test_inspect_draws_a_tensor_and_reads_all_there_is_if_asked(truth: Truth) -> None:
+    name = next(name for name, tensor in truth.cleaned.items() if len(tensor.shape) == 2)
+    done = hfdcp("inspect", truth.folder, "--tensor", name, "--deep")
+    assert done.status == 0, done.err
+    assert "│aaaa" in done.out
+    assert re.search(r"  a  \[0:\d+, 0:384\]  rank (\d): __\1_0\.distcp\[\d+:\d+\]  ", done.out)
+    assert "from end to end: nothing is damaged" in done.out
+    assert "gather: " in done.err
+
+
+def test_files_for_ranks_are_written_and_read_back(truth: Truth, sink: Path, tmp_path: Path) -> None:
+    done = hfdcp("consolidate", truth.folder, tmp_path / "ranks", "--ranks", "3")
+    assert done.status == 0, done.err
+    assert "in 3 files for 3 ranks, cut along dimension 0" in done.out
+    assert hfdcp("consolidate", tmp_path / "ranks", sink).status == 0
+    assert compare_with_truth(truth, sink) == ()
 
 
 def test_plan_shows_the_files_and_writes_nothing(truth: Truth, sink: Path) -> None:
@@ -304,6 +324,32 @@ def test_damage_is_told_to_a_person_without_a_traceback(checkpoint: Path, sink: 
     assert "Traceback" not in done.err
 
 
+def test_inspect_tells_what_only_reading_shows_and_ends_with_the_status_of_the_source(checkpoint: Path) -> None:
+    byte_flipped(checkpoint)
+    assert hfdcp("inspect", checkpoint).status == 0
+    done = hfdcp("inspect", checkpoint, "--deep", "--json", "--quiet")
+    assert (done.status, done.document["exit_status"], done.err) == (3, 3, "")
+    problems = done.document["problems"]
+    assert isinstance(problems, list)
+    assert len(problems) == 1
+    assert "CRC-32" in problems[0]
+
+
+def test_inspect_has_one_place_for_problems_whatever_it_ran_into(checkpoint: Path) -> None:
+    file_missing(checkpoint)
+    document = hfdcp("inspect", checkpoint, "--json").document
+    assert document["exit_status"] == 3
+    assert "distcp" in str(document["problems"])
+
+
+def test_of_many_problems_inspect_tells_every_one(capsys: pytest.CaptureFixture[str]) -> None:
+    fault = SourceError("files are absent", [f"rank {rank}" for rank in range(50)])
+    cli.refuse(fault, as_json=False, every=True)
+    assert len(capsys.readouterr().err.splitlines()) == 51
+    cli.refuse(fault, as_json=False)
+    assert "and 30 more" in capsys.readouterr().err
+
+
 def test_a_sink_that_holds_another_model_is_left_alone_unless_overwrite_is_given(truth: Truth, sink: Path) -> None:
     sink.mkdir()
     (sink / "model.safetensors").write_bytes(b"somebody else's")
@@ -441,6 +487,12 @@ def test_wrong_usage_is_a_document_too() -> None:
     assert isinstance(error, dict)
     assert error["class"] == "UsageError"
     assert done.err == ""
+
+
+def test_the_storage_library_does_not_log_into_our_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(tmp_path), "--quiet"]) == 3
+    assert not logging.getLogger("gcsfs").isEnabledFor(logging.ERROR)
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_debug_shows_the_traceback_of_an_error(tmp_path: Path) -> None:

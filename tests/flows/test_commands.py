@@ -42,6 +42,20 @@ def test_every_option_of_a_job_reaches_it() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "dim"), [("--ranks 4", 0), ("--ranks 4 --shard-dim 1", 1), ("--ranks 4 --shard-dim -1", -1)]
+)
+@pytest.mark.parametrize("command", ["plan a", "consolidate a b"])
+def test_files_for_ranks_may_be_asked_for(command: str, given: str, dim: int) -> None:
+    job = job_of(parse(f"{command} {given}".split()))
+    assert (job.ranks, job.shard_dim) == (4, dim)
+
+
+def test_how_to_cut_without_for_whom_is_wrong_usage() -> None:
+    with pytest.raises(UsageError, match="for how many"):
+        job_of(parse(["plan", "a", "--shard-dim", "0"]))
+
+
 @pytest.mark.parametrize("command", ["consolidate a b", "publish a me/b --sink b", "inspect a", "plan a b"])
 def test_options_that_are_not_given_are_those_of_a_job(command: str) -> None:
     job = job_of(parse(command.split()))

@@ -1,10 +1,13 @@
 """What a command tells a person."""
 
-from hfdcp_core.catalog import Skipped, TensorSpec
+import pytest
+
+from hfdcp_core.box import Box
+from hfdcp_core.catalog import Shard, Skipped, Span, TensorSpec
 from hfdcp_core.hub import Receipt
-from hfdcp_core.inspection import Inspection, Wanted
+from hfdcp_core.inspection import Inspection, Tensor, Wanted
 from hfdcp_core.job import Job
-from hfdcp_flows.report import SHOWN_TENSORS, left_out, of_inspection, of_receipt
+from hfdcp_flows.report import SHOWN_SHARDS, SHOWN_TENSORS, left_out, of_inspection, of_receipt
 
 JOB = Job(source="runs/7b", sink="out", repo="me/7b")
 
@@ -40,6 +43,57 @@ def test_problems_and_what_is_not_proved_are_said_last() -> None:
     lines = of_inspection(found, JOB).text.splitlines()
     assert lines[-2:] == ["not proved complete: no index", "PROBLEM: a: no shard holds [0:2]"]
     assert "0 tensors, 0 B: none" in lines
+
+
+@pytest.mark.parametrize(
+    ("problems", "damaged", "status"),
+    [((), 0, 0), (("a: no shard holds [0:2]",), 0, 4), (("a: CRC-32", "a: no shard holds [0:2]"), 1, 3)],
+    ids=["nothing", "hole", "damaged-item"],
+)
+def test_the_status_is_that_of_the_fault_in_answer_and_document(
+    problems: tuple[str, ...], damaged: int, status: int
+) -> None:
+    answer = of_inspection(inspection(1, problems=problems, damaged=damaged, examined=4), JOB)
+    assert (answer.status, answer.document["exit_status"], answer.document["problems"]) == (
+        status,
+        status,
+        list(problems),
+    )
+    said = "1 item damaged" if damaged else "nothing is damaged"
+    assert f"read 4 shards from end to end: {said}" in answer.text.splitlines()
+
+
+def rows(count: int, held: int) -> Tensor:
+    """A tensor of so many rows, a file for each of those that are held."""
+    shards = (
+        Shard("model.w", "F32", Box((row, 0), (1, 2)), Span(f"__{row}_0.distcp", 100, 1100)) for row in range(held)
+    )
+    return Tensor("w", "model.w", TensorSpec("F32", (count, 2)), tuple(shards))
+
+
+def test_a_tensor_is_drawn_with_a_line_for_each_shard_and_a_key_to_the_damage() -> None:
+    lines = of_inspection(inspection(20, tensor=rows(3, 2)), JOB).text.splitlines()
+    assert lines[1:4] == [
+        "w  F32[3, 2]  2 shards",
+        "saved as model.w",
+        "down: dimension 0 of 3, across: dimension 1 of 2",
+    ]
+    assert lines[-3:] == [
+        "  .  held by no shard",
+        "  a  [0:1, 0:2]  rank 0: __0_0.distcp[100:1100]  1.0 KB",
+        "  b  [1:2, 0:2]  rank 1: __1_0.distcp[100:1100]  1.0 KB",
+    ]
+    assert "w19" not in "".join(lines)
+
+
+def test_of_many_shards_the_first_are_listed_and_the_rest_counted() -> None:
+    count = SHOWN_SHARDS + 3
+    answer = of_inspection(inspection(0, tensor=rows(count, count)), JOB)
+    assert answer.text.splitlines()[-1] == "  … and 3 more (--json: all)"
+    assert "held by" not in answer.text
+    document = answer.document["tensor"]
+    assert isinstance(document, dict)
+    assert len(document["shards"]) == count
 
 
 def receipt(*, created: bool, unchanged: bool) -> Receipt:
