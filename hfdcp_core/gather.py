@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import Catalog, FileStamp, Shard, Skipped, Span, TensorSpec
+from hfdcp_core.dtypes import dtype_named
 from hfdcp_core.errors import CorruptFile, IncompleteCheckpoint, UnknownFormat
 from hfdcp_core.gather_dcp import gather_dcp, metadata_files
 from hfdcp_core.homes import METADATA
@@ -40,6 +41,8 @@ from hfdcp_core.store import Listing, Source
 
 HEADS_IN_FLIGHT = 8
 """Headers that are read at once."""
+SHARDED = "sharded"
+"""Folder in which torch's writer leaves the shards that it consolidates."""
 COMPARED_BYTES = 4 << 20
 """How much of two shards of one box is held in memory while they are compared."""
 _SERIES = re.compile(r"(?P<stem>.*-)\d+-of-(?P<count>\d+)(?P<end>\.safetensors)")
@@ -67,7 +70,10 @@ def gather(source: Source, *, world_size: int | None = None, deep: bool = False)
         return gather_dcp(source, stamps, world_size=world_size, deep=deep)
     weights = [stamp for path, stamp in stamps.items() if path.endswith(".safetensors")]
     if weights:
-        return _gather_safetensors(source, stamps, weights, world_size)
+        catalog = _gather_safetensors(source, stamps, weights, world_size)
+        if SHARDED in listing.folders:
+            _hold_scalars_against_shards(source, catalog)
+        return catalog
     raise _nothing_here(source, listing)
 
 
@@ -185,9 +191,30 @@ def _all_shards(heads: list[_Head]) -> list[Shard]:
         start, path = head.header.data_start, head.stamp.path
         for entry in head.header.entries:
             offset = (head.offsets or {}).get(entry.fqn, (0,) * len(entry.shape))
+            if head.info is None and offset:  # torch counts its own elements, of which one may be two
+                offset = (*offset[:-1], offset[-1] * dtype_named(entry.dtype).packed)
             span = Span(path, start + entry.start, start + entry.stop)
             shards.append(Shard(entry.fqn, entry.dtype, Box(offset, entry.shape), span))
     return shards
+
+
+def _hold_scalars_against_shards(source: Source, catalog: Catalog) -> None:
+    """Hold 0-d tensors against the shards that torch consolidated them from, where those lie beside.
+
+    torch's own consolidation (2.7 to 2.14) writes 0.0 for each of them without a word.
+    """
+    scalars = {shard.fqn: shard for shard in catalog.shards if not shard.box.shape}
+    stamps = [stamp for stamp in source.list(SHARDED).files if stamp.path.endswith(".safetensors")] if scalars else []
+    parts = [shard for shard in _all_shards(_read_heads(source, stamps)) if shard.fqn in scalars]
+    CorruptFile.raise_for(
+        f"{source.url}: tensors without dimensions are not what {SHARDED}/ holds: torch writes 0.0 for them when it "
+        f"consolidates; take {SHARDED}/ as the source (with --world-size N)",
+        [
+            f"{part.fqn}: in {scalars[part.fqn].span} and in {part.span}"
+            for part in parts
+            if part.dtype != scalars[part.fqn].dtype or not _equal_bytes(scalars[part.fqn].span, part.span, source)
+        ],
+    )
 
 
 def _plain(heads: list[_Head], others: tuple[FileStamp, ...], strays: tuple[Skipped, ...], source: Source) -> Catalog:

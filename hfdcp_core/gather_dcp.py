@@ -25,6 +25,7 @@ from hfdcp_core.errors import CorruptFile, IncompleteCheckpoint, StorageNotFound
 from hfdcp_core.examine import is_unusual, look
 from hfdcp_core.homes import METADATA, of_rank
 from hfdcp_core.plan import tile
+from hfdcp_core.replicas import differing
 from hfdcp_core.safetensors_file import parse_header
 from hfdcp_core.store import Source
 
@@ -73,6 +74,8 @@ def gather_dcp(
         f"{source.url}: items are damaged, or other tensors than {told[0].path} says", looked.problems
     )
     unsupported = {**found.unsupported, **lost, **looked.unsupported}
+    if ranks:  # each rank may have saved values of its own under one name
+        unsupported |= differing(source, (shard for shard in shards if shard.fqn not in unsupported))
     return Catalog(
         format="dcp",
         tensors={fqn: spec for fqn, spec in found.tensors.items() if fqn not in unsupported},

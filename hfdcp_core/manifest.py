@@ -58,7 +58,10 @@ class FileRecord:
     sha256: str
     """Lower-case hex: the identity that the Hub keeps for weight files."""
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """Digest of each tensor in the file, or of the part of it that lies there, as ``crc64nvme:<hex>`` of its logical row-major little-endian bytes."""
+    """Digest of each tensor in the file, or of the part of it that lies there.
+
+    ``crc64nvme:<hex>`` of its logical row-major little-endian bytes.
+    """
     source: SourceCheck = field(default_factory=SourceCheck)
     """What was checked of the bytes it was made from."""
 

@@ -44,7 +44,7 @@ RANKS = (
     ("state",),
     ("run",),
     ("read", "recipe_sources", "union", "extras"),
-    ("examine",),
+    ("examine", "replicas"),
     ("gather_dcp",),
     ("gather",),
     ("locate",),

@@ -338,6 +338,27 @@ def test_a_whole_file_among_shards_is_refused() -> None:
     assert caught.value.problems == ("model.safetensors",)
 
 
+# ---- what torch consolidated, with the shards beside ----
+
+
+def consolidated(scalar: float) -> Sink:
+    """Return what torch's writer leaves that saved a 0-d tensor of 3.5 and consolidated it."""
+    store = fresh()
+    write(store, "model-00001-of-00001.safetensors", {"w": rows(1), "s": np.array(scalar)})
+    write(store, "sharded/shard-00001-model-00001-of-00001.safetensors", {"s": np.array(3.5)}, {"s": ()})
+    return store
+
+
+def test_a_scalar_that_torch_consolidated_to_zero_is_told_by_the_shards_beside_it() -> None:
+    with pytest.raises(CorruptFile, match=r"torch writes 0\.0") as caught:
+        gather(consolidated(0.0))
+    assert caught.value.problems[0].startswith("s: in model-00001-of-00001.safetensors")
+
+
+def test_scalars_that_are_what_the_shards_beside_them_hold_are_taken() -> None:
+    assert gather(consolidated(3.5)).tensors["s"] == TensorSpec("F32", ())
+
+
 # ---- nothing ----
 
 
