@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +16,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from hfdcp_core import publish
 from hfdcp_core.box import Box
@@ -309,3 +318,46 @@ def test_boxes_of_three_dimensions_are_ordinary_boxes(checkpoints: Mapping[str, 
     assert len(shards) == 8
     assert Box((3, 2, 5), (2, 1, 4)) in {shard.box for shard in shards}
     assert {shard.encoding for shard in shards} == {TORCH_SAVE}
+
+
+def test_everything_that_safetensors_cannot_hold_is_refused_in_one_list_and_nothing_is_written(tmp_path: Path) -> None:
+    state = {
+        "c": torch.ones(2, dtype=torch.complex128),
+        "__metadata__": torch.ones(1),
+        "w": torch.ones(3),
+    }
+    folder = save_alone(tmp_path / "in", state)
+    with pytest.raises(PlanError) as caught:
+        publish.make(Job(str(folder), str(tmp_path / "out")))
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == ["c", "__metadata__"]
+    assert list((tmp_path / "out").glob("*.safetensors")) == []
+    manifest = publish.make(Job(str(folder), str(tmp_path / "out"), exclude=("c", "__metadata__")))
+    assert [list(record.tensors) for record in manifest.records] == [["w"]]
+
+
+FEW_HANDLES = """
+import resource, sys
+from hfdcp_core import publish
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+manifest = publish.make(publish.Job(sys.argv[1], sys.argv[2]))
+print(manifest.records[0].source.verified)
+"""
+
+
+def test_two_thousand_files_are_joined_with_few_of_them_open(tmp_path: Path) -> None:
+    count, full = 2000, torch.arange(4000, dtype=torch.int32).reshape(2000, 2)
+    chunks, stored = [], {}
+    (tmp_path / "in").mkdir()
+    for row in range(count):
+        stream = io.BytesIO()
+        torch.save(full[row : row + 1].clone(), stream)
+        (tmp_path / "in" / f"__{row}_0.distcp").write_bytes(stream.getvalue())
+        chunks.append(ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([1, 2])))
+        index = MetadataIndex("w", torch.Size([row, 0]))
+        stored[index] = _StorageInfo(f"__{row}_0.distcp", 0, len(stream.getvalue()))
+    entry = TensorStorageMetadata(TensorProperties(torch.int32), full.size(), chunks)
+    (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(Metadata({"w": entry}, {}, stored)))
+    command = [sys.executable, "-c", FEW_HANDLES, str(tmp_path / "in"), str(tmp_path / "out")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == str(count)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes().endswith(full.numpy().tobytes())
