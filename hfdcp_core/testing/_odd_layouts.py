@@ -92,7 +92,8 @@ def pipeline(world: World) -> State:
     made = {name: make(name, shape) for name, shape in layers.items()}
     ends = {name: make(name, (8, 3)) for name in ("embed.weight", "head.weight")}
     end = "embed.weight" if world.rank == 0 else "head.weight"
-    return {end: ends[end]} | {name: made[name] for number, name in enumerate(made) if number // 2 == world.rank}
+    state: State = {end: ends[end]}
+    return state | {name: made[name] for number, name in enumerate(made) if number // 2 == world.rank}
 
 
 @builder()
