@@ -211,6 +211,8 @@ def _shards(fields: Fields, value: object, items: _Items) -> Iterator[Shard]:
         if tensor is None:
             if name not in items.others:
                 fields.fail("an item of it is stored, but state_dict_metadata does not have it")
+            if name not in items.unsupported and offset is not None:
+                fields.fail("an item of it is a box of a tensor, but state_dict_metadata says that it is none")
             if name not in items.unsupported and (not transforms or _listed(fields, transforms) == _ZSTD):
                 encoding = TORCH_SAVE_ZSTD if transforms else TORCH_SAVE
                 items.objects.append(ObjectItem(_printable(name), span, encoding))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -173,8 +174,9 @@ def _boxes(spec: TensorSpec, ranks: int, dim: int) -> list[Box]:
     if not -axes <= dim < axes or 0 in spec.shape:
         return [Box.whole(spec.shape)]
     axis = dim % axes
-    packed = dtype_named(spec.dtype).packed if axis == axes - 1 else 1
-    step = -(-spec.shape[axis] // packed // ranks) * packed
+    bits = dtype_named(spec.dtype).bits
+    whole = math.lcm(bits, 8) // bits if axis == axes - 1 else 1  # elements that end together with a byte
+    step = -(-spec.shape[axis] // whole // ranks) * whole
     return [_slab(spec.shape, axis, rank * step, (rank + 1) * step) for rank in range(ranks)]
 
 

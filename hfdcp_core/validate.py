@@ -22,7 +22,7 @@ import safetensors
 from hfdcp_core import extras, wire
 from hfdcp_core.catalog import FileStamp
 from hfdcp_core.consolidate import check_stamps
-from hfdcp_core.errors import CorruptFile, HfdcpError, StorageNotFound, ValidationError
+from hfdcp_core.errors import CorruptFile, HfdcpError, SourceError, StorageNotFound, ValidationError
 from hfdcp_core.manifest import CONFIG_PATH, EXTRA_PATH, INDEX_PATH, MANIFEST_PATH, CrcPart, FileRecord, Manifest
 from hfdcp_core.ops import EMPTY_DIGEST, combine_parts, digest_text, extend_digest
 from hfdcp_core.plan import stamps_digest
@@ -234,7 +234,7 @@ def hash_again(source: Source, record: FileRecord, *, progress: Progress = SILEN
             found = hashlib.sha256(source.read(record.path, 0, size)).hexdigest()
             return _compare(record, "SHA-256", found, record.sha256)
         header = read_header(source, record.path)
-    except (StorageNotFound, CorruptFile) as error:
+    except (StorageNotFound, SourceError) as error:
         return [str(error)]
     sha256, digests = _hash_file(source, record.path, header, progress)
     problems = _compare(record, "SHA-256", sha256, record.sha256)

@@ -40,7 +40,7 @@ from hfdcp_core.manifest import INDEX_PATH
 Files = dict[str, bytes]
 """A checkpoint: its files by name."""
 Style = Literal["plain", "permuted", "view", "zstd"]
-"""How an item holds its elements: in order, with the dimensions in another order, inside a larger storage, compressed."""
+"""How an item holds its elements: in order, transposed, inside a larger storage, compressed."""
 _SLACK = 3
 """Elements before and behind those of a view."""
 
@@ -57,11 +57,11 @@ class Whole:
     def part(self, box: Box) -> bytes:
         """Return the bytes of a box; its cuts fall on whole bytes.
 
-        >>> Whole(TensorSpec("U8", (2, 3)), bytes(range(6))).part(Box((0, 1), (2, 2)))
-        b'\\x01\\x02\\x04\\x05'
+        >>> list(Whole(TensorSpec("U8", (2, 3)), bytes(range(6))).part(Box((0, 1), (2, 2))))
+        [1, 2, 4, 5]
         """
         elements, nbytes = unit(self.spec.dtype)
-        if not box.shape:
+        if not box.shape or not self.data:
             return self.data
         units = np.frombuffer(self.data, np.uint8).reshape((*_scaled(self.spec.shape, elements), nbytes))
         stop = _scaled(box.stop, elements)
@@ -143,13 +143,14 @@ def item(whole: Whole, box: Box, style: Style = "plain") -> bytes:
     size = _torch_numbers(whole.spec.dtype, box.shape)
     data, strides, start = whole.part(box), _row_major(size), 0
     nbytes = row.bits * row.packed // 8
-    if style == "permuted":
+    if style == "permuted" and data:
         data = np.frombuffer(data, f"V{nbytes}").reshape(size).transpose().tobytes()
         strides = _row_major(size[::-1])[::-1]
     elif style == "view":
         start = _SLACK
         data = bytes(nbytes * _SLACK) + data + bytes(nbytes)
-    flat = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(getattr(torch, str(row.torch)))
+    dtype = getattr(torch, str(row.torch))
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
     raw = _saved(flat.as_strided(size, strides, start))
     return zstandard.ZstdCompressor().compress(raw) if style == "zstd" else raw
 

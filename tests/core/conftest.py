@@ -3,8 +3,12 @@
 from collections.abc import Mapping
 
 import pytest
+from hypothesis import settings
 
 from hfdcp_core.testing.checkpoints import CASES, Truth, write_checkpoints
+
+# `pytest tests/core/test_round_trips.py --hypothesis-profile=deep` tries more than 10,000 examples, by hand.
+settings.register_profile("deep", max_examples=1700)
 
 
 @pytest.fixture(scope="session")
