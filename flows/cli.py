@@ -15,10 +15,11 @@ import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from hfdcp_core.errors import Cancelled, HfdcpError
+from hfdcp_core.errors import Cancelled, HfdcpError, StorageError
 from hfdcp_core.state import Cancellation
 from hfdcp_flows.arguments import parse
 from hfdcp_flows.commands import ANSWERS, Control, heeds_a_wish
@@ -31,6 +32,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    if sys.stderr is None:  # closed by the caller (2>&-): nobody wants to hear, which is no fault
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - for the rest of the process
     given = sys.argv[1:] if argv is None else list(argv)
     as_json = "--json" in given
     if "--debug" not in given:
@@ -45,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(error, as_json=as_json, every="inspect" in given[:1])
     try:
         write(sys.stdout, as_document(answer.document) if as_json else answer.text)
+    except OSError as error:
+        silence(sys.stdout)
+        return refuse(StorageError(f"the command has done its work, but its answer cannot be written: {error}"))
     finally:
         answer.then()
     return answer.status
@@ -85,7 +91,7 @@ def stoppable(cancellation: Cancellation, *, heeding: bool) -> Iterator[None]:
             signal.signal(name, handler)
 
 
-def refuse(error: Exception, *, as_json: bool, every: bool = False) -> int:
+def refuse(error: Exception, *, as_json: bool = False, every: bool = False) -> int:
     """Say what went wrong, with ``every`` problem or the first ones, and return the exit status that belongs to it."""
     if isinstance(error, HfdcpError):
         message, problems, status = error.message, error.problems, error.exit_status
@@ -104,17 +110,36 @@ def refuse(error: Exception, *, as_json: bool, every: bool = False) -> int:
 
 
 def as_document(value: object) -> str:
-    """Return the JSON document."""
-    return json.dumps(value, indent=2, ensure_ascii=False)
+    """Return the JSON document, in ASCII: whatever the terminal's encoding, it can be written and parsed."""
+    return json.dumps(value, indent=2)
 
 
 def write(stream: TextIO, text: str) -> None:
     """Print ``text``; where nobody reads any more (``hfdcp … | head``) the command has still done its work."""
     try:
-        print(text, file=stream, flush=True)
+        print(printable(text, stream.encoding), file=stream, flush=True)
     except BrokenPipeError:
-        # The interpreter flushes once more at exit, which must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        silence(stream)
+
+
+def printable(text: str, encoding: str | None) -> str:
+    r"""Escape what would steer a terminal or cannot be written there: names come from strangers' files.
+
+    >>> printable("a\x1b[2Jb\ncafé", "ascii")
+    'a\\x1b[2Jb\ncaf\\xe9'
+    """
+    shown = "".join(char if char.isprintable() or char == "\n" else _escaped(char) for char in text)
+    encoding = encoding or "utf-8"
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode()
+
+
+def silence(stream: TextIO) -> None:
+    """Let a stream that failed go nowhere: the interpreter flushes it once more at exit, which must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

@@ -51,10 +51,10 @@ def consolidate(args: Namespace, control: Control) -> Answer:
     with core.hold(job):
         gathered = core.gather(job, progress=control.progress)
         say_what_is_left_out(gathered, control)
-        core.reshard(job, progress=control.progress)
+        planned = core.reshard(job, progress=control.progress)
         core.consolidate_all(job, progress=control.progress, cancellation=control.cancellation)
         manifest = core.validate(job, progress=control.progress)
-    return report.of_manifest("consolidate", manifest, job)
+    return report.of_manifest("consolidate", manifest, job, before=all(file.done for file in planned.files))
 
 
 def validate(args: Namespace, control: Control) -> Answer:

@@ -103,6 +103,8 @@ def empty_folder(folder: Path) -> Path:
     Raises:
         PlanError: It holds something else.
     """
+    if folder.exists() and not folder.is_dir():
+        raise PlanError(f"{folder} is a file; name a folder with --folder")
     if folder.exists() and not (folder / MARK).exists() and any(folder.iterdir()):
         raise PlanError(f"{folder} is not empty and no earlier demo made it; name another with --folder")
     if folder.exists():

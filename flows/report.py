@@ -15,6 +15,8 @@ from hfdcp_core.manifest import MANIFEST_PATH, Manifest
 from hfdcp_core.picture import HOLE, OVERLAP, draw
 from hfdcp_flows.screen import in_bytes
 
+WIDEST_NAME = 60
+"""Longer names push their row to the right, not all rows."""
 SHOWN_NAMES = 2
 """How many names are given before one stands for the rest."""
 SHOWN_TENSORS = 12
@@ -142,7 +144,7 @@ def _by_dtype(tensors: Iterable[Wanted]) -> str:
 
 def _tensors(tensors: Sequence[Wanted]) -> list[str]:
     shown = tensors if len(tensors) <= SHOWN_TENSORS else tensors[: SHOWN_TENSORS - 1]
-    width = max((len(tensor.fqn) for tensor in shown), default=0)
+    width = min(WIDEST_NAME, max((len(tensor.fqn) for tensor in shown), default=0))
     lines = [f"  {tensor.fqn:<{width}}  {tensor.spec}  {counted(tensor.shards, 'shard')}" for tensor in shown]
     return lines if len(shown) == len(tensors) else [*lines, f"  … and {len(tensors) - len(shown)} more (--json: all)"]
 
@@ -191,8 +193,8 @@ def _tied(tied: Mapping[str, str]) -> list[str]:
     return [f"left out {name}: tied to {kept}, and its bytes are the same" for name, kept in tied.items()]
 
 
-def of_manifest(command: str, manifest: Manifest, job: Job) -> Answer:
-    """Tell what was written, or found to be as it was written."""
+def of_manifest(command: str, manifest: Manifest, job: Job, *, before: bool = False) -> Answer:
+    """Tell what was written, now or ``before``, or found to be as it was written."""
     document = {
         "command": command,
         "sink": job.sink,
@@ -204,7 +206,7 @@ def of_manifest(command: str, manifest: Manifest, job: Job) -> Answer:
     tensors = counted(len({name for record in manifest.records for name in record.tensors}), "tensor")
     files = _files(len(manifest.records), manifest.ranks, manifest.shard_dim)
     lines = [
-        f"{job.sink}: {_VERDICT[command]}: {tensors} in {files}, {size}",
+        f"{job.sink}: {_VERDICT['before' if before else command]}: {tensors} in {files}, {size}",
         *(f"  {record.path}  {in_bytes(record.size)}  sha256 {record.sha256[:16]}…" for record in manifest.files),
         f"manifest: {MANIFEST_PATH} (plan {manifest.plan_digest[:16]})",
     ]
@@ -218,7 +220,11 @@ def of_manifest(command: str, manifest: Manifest, job: Job) -> Answer:
     return Answer(document, "\n".join(lines))
 
 
-_VERDICT = {"consolidate": "complete and checked", "validate": "every byte is what was written"}
+_VERDICT = {
+    "consolidate": "complete and checked",
+    "before": "was complete before (hfdcp validate reads every byte again)",
+    "validate": "every byte is what was written",
+}
 
 
 def of_receipt(command: str, receipt: Receipt, job: Job) -> Answer:

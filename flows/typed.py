@@ -53,13 +53,17 @@ def json_object(text: str) -> Mapping[str, object]:
         # What stands in the options may be a secret, so the message does not repeat it.
         raise argparse.ArgumentTypeError(f"not a JSON object, nor @file with one ({type(error).__name__})") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError('not a JSON object such as \'{"token": "anon"}\'')
+        raise argparse.ArgumentTypeError("not a JSON object, but something else in JSON")
     return value
 
 
 def file_index(text: str) -> Mapping[str, int]:
     """Return the tensors' file numbers from a JSON file: ``{"model.norm.weight": 1, …}``."""
-    value = json_object(f"@{text}")
+    try:
+        value = json_object(f"@{text}")
+    except argparse.ArgumentTypeError:
+        wanted = '{"model.norm.weight": 1, …}'
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON file with the file of every tensor: {wanted}") from None
     wrong = [fqn for fqn, number in value.items() if type(number) is not int or number < 1]
     if wrong:
         raise argparse.ArgumentTypeError(f"{text}: a file number is 1, 2, …; it is not for {', '.join(wrong[:5])}")

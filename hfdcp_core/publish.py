@@ -29,7 +29,7 @@ from hfdcp_core.errors import (
 from hfdcp_core.job import MEMORY_AT_START, Gathered, Job, Planned, PlannedFile
 from hfdcp_core.layout import Target, lay_out, lay_out_for_ranks
 from hfdcp_core.locate import Located, locate, relocate, reopen
-from hfdcp_core.manifest import CONFIG_PATH, EXTRA_PATH, FileRecord, Manifest
+from hfdcp_core.manifest import CONFIG_PATH, EXTRA_PATH, STATE_FOLDER, FileRecord, Manifest
 from hfdcp_core.plan import Plan, stamps_digest
 from hfdcp_core.plan import reshard as join
 from hfdcp_core.run import FileSummary, PlanSummary, Run
@@ -46,7 +46,11 @@ def hold(job: Job) -> Iterator[None]:
     Raises:
         SinkOccupied: Another one is at it.
     """
-    with Run(open_store(job.sink)).hold():
+    sink = open_store(job.sink)
+    folder = sink.local_path(STATE_FOLDER)
+    if folder is not None and folder.parent.exists() and not folder.parent.is_dir():
+        raise SinkOccupied(f"{job.sink} is a file; the output needs a folder")
+    with Run(sink).hold():
         yield
 
 
