@@ -115,8 +115,8 @@ def distcp(
         spec = tensors[place.fqn].spec
         offset, size = (_torch_numbers(spec.dtype, numbers) for numbers in (place.box.offset, place.box.shape))
         boxes[place.fqn].append(ChunkStorageMetadata(offset, size))
-        # Names that come from different ranks are different objects, which pickle writes out again.
-        index = MetadataIndex("".join(list(place.fqn)), offset)
+        # Names that come from other ranks are other objects, which pickle spells again.
+        index = MetadataIndex(place.fqn if place.rank == 0 else "".join(list(place.fqn)), offset)
         if index not in stored:
             raw = item(tensors[place.fqn], place.box, place.style)
             transforms = ["stream.zstd/1"] if place.style == "zstd" else None

@@ -10,8 +10,8 @@ What nothing in a source can show, and what the laws therefore leave out, exactl
 - torch's sharded safetensors state no *whole shapes*: where the last box of a tensor becomes a copy of another one,
   by its file or by its offset, that is a replica, and the tensor ends before it;
 - a tensor *without elements* has no bytes: its dtype and extents are what ``.metadata`` or the header says;
-- nothing checks *names* in ``.metadata`` or in the header of a safetensors file that no index names: a flipped bit in
-  one gives the right values under another name.
+- nothing checks *names* that are spelled once: in the ``.metadata`` of one process, or in the header of a safetensors
+  file that no index names. A flipped bit in one gives the right values under another name.
 """
 
 from __future__ import annotations
@@ -731,3 +731,33 @@ def test_any_bit_that_flips_after_writing_is_found(
         open_store(job.sink).put(path, flipped(files[path], any_bit(0, len(files[path]), data.draw)))
         with pytest.raises(ValidationError, match=r"is not what its manifest says"):
             publish.validate_again(replace(job, source=""))
+
+
+# ---- what these laws found ------------------------------------------------------------------------------------------
+
+
+def test_columns_of_packed_kinds_are_told_from_each_other(home: Path) -> None:
+    truth = {
+        "w": Whole(TensorSpec("F4", (2, 8)), bytes(range(8))),
+        "v": Whole(TensorSpec("F6_E2M3", (2, 8)), bytes(range(12))),
+    }
+    halves = [Placed(fqn, Box((0, 4 * rank), (2, 4)), rank) for rank in (0, 1) for fqn in truth]
+    saved = Saved(truth, tilings.sharded(truth, halves, 2), options={"world_size": 2})
+    with place(home, "memory") as base:
+        job = saved.at(base)
+        publish.make(replace(job, sink=f"{base}/ranks", ranks=3, shard_dim=-1))
+        for source in (f"{base}/ckpt", f"{base}/ranks"):
+            found = outcome(replace(job, source=source, overwrite=True), truth)
+            assert found == truth
+
+
+def test_a_written_header_that_a_bit_made_unreadable_is_told_with_the_file(home: Path) -> None:
+    truth = {"w": Whole(TensorSpec("U64", (1,)), bytes(8))}
+    with place(home, "memory") as base:
+        job = Saved(truth, tilings.plain(truth, {"w": 1})).at(base)
+        publish.make(job)
+        raw = written(job.sink)["model.safetensors"]
+        open_store(job.sink).put("model.safetensors", raw.replace(b'"U64"', b'"W64"'))
+        with pytest.raises(ValidationError) as caught:
+            publish.validate_again(replace(job, source=""))
+        assert "unknown dtype 'W64'" in caught.value.problems[0]
