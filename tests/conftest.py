@@ -1,6 +1,7 @@
 """Settings that every test needs before anything is imported."""
 
 import os
+import signal
 import tempfile
 
 _HOME = tempfile.mkdtemp(prefix="hfdcp-tests-")
@@ -18,3 +19,6 @@ os.environ.update(
 )
 for _name in ("HF_TOKEN", "HF_ENDPOINT", "PREFECT_API_URL"):
     os.environ.pop(_name, None)
+
+# A shell starts what it puts in the background with SIGINT ignored, and children inherit that; tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)

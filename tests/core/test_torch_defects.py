@@ -96,7 +96,7 @@ def test_a_lost_file_of_a_distributed_checkpoint_is_named(
     (source / f"__{rank}_0.distcp").unlink()
     fault = refused(Job(str(source), str(tmp_path / "out")))
     assert isinstance(fault, IncompleteCheckpoint)
-    assert fault.problems == (f"__{rank}_0.distcp",)
+    assert fault.problems == (f"rank {rank}: __{rank}_0.distcp",)
 
 
 def drop_chunk(source: Path, name: str, offset: tuple[int, ...]) -> None:
