@@ -465,7 +465,7 @@ def test_a_hostile_pickle_is_refused_without_being_executed_or_using_memory(
         tracemalloc.stop()
     assert str(caught.value).startswith("the file")
     assert len(str(caught.value)) < 1000
-    assert peak < 10_000_000 + 80 * len(hostile)
+    assert peak < (64 << 20) + 16 * len(hostile)
     assert list(quiet_folder.iterdir()) == []
 
 

@@ -109,3 +109,10 @@ def test_a_pickle_is_refused_that_is(raw: bytes, message: str) -> None:
 def test_a_key_without_a_value_is_an_error() -> None:
     with pytest.raises(ValueError, match="a key without a value"):
         list(pairs(["a", 1, "b"]))
+
+
+@pytest.mark.parametrize("unit", [b"]", b"}Ns", b"]Na", b"N\x85", b"(Nt", b"\x94"], ids=repr)
+def test_a_pickle_that_would_make_far_more_than_a_writers_is_refused_unread(unit: bytes) -> None:
+    raw = b"\x80\x04N" + unit * (24 << 20 >> len(unit).bit_length() - 1) + b"."
+    with pytest.raises(CorruptFile, match="would make objects of"):
+        disarm(raw, Rules("here", lambda _module, _name: None))
