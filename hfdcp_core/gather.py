@@ -242,6 +242,12 @@ def _sharded(heads: list[_Head], index: Index | None, source: Source, world_size
     catalog = Catalog("dcp-safetensors", tensors, tuple(chosen), tuple(head.stamp for head in heads))
     if any(head.info for head in heads):
         return catalog  # our own writer states what torch's does not
+    if world_size is not None and (copies := _copies(shards)):
+        raise IncompleteCheckpoint(
+            f"{source.url}: ranks never save one part of a tensor twice, so one file must be a copy that replaced "
+            "another, whose content is lost",
+            copies,
+        )
     return replace(catalog, unproved=_why_unproved(catalog, index, source, world_size))
 
 
@@ -294,6 +300,13 @@ def _without_equal_replicas(shards: list[Shard], source: Source) -> list[Shard]:
         problems,
     )
     return list(kept.values())
+
+
+def _copies(shards: list[Shard]) -> list[str]:
+    """Name the parts that are in more than one file."""
+    first: dict[tuple[str, Box], Shard] = {}
+    met = [(first.setdefault((shard.fqn, shard.box), shard), shard) for shard in shards if shard.box.volume]
+    return [f"{one.fqn}{one.box}: in {one.span.path} and {two.span.path}" for one, two in met if one is not two]
 
 
 def _equal_bytes(one: Span, other: Span, source: Source) -> bool:
