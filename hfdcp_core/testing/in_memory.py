@@ -20,6 +20,7 @@ import safetensors
 
 from hfdcp_core import publish
 from hfdcp_core.catalog import TensorSpec
+from hfdcp_core.dtypes import dtype_named
 from hfdcp_core.errors import HfdcpError
 from hfdcp_core.job import Job
 from hfdcp_core.manifest import INDEX_PATH, MANIFEST_PATH, Manifest
@@ -74,9 +75,17 @@ class Output:
         return path
 
 
+def _as_torch_counts(piece: Piece) -> tuple[int, ...]:
+    """Return where a piece starts in torch's own elements, of which one may be two of the format's."""
+    at = piece.at or ()
+    return (*at[:-1], at[-1] // dtype_named(piece.dtype).packed) if at else at
+
+
 def weights_file(pieces: Mapping[str, Piece], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return a safetensors file; where a piece says at which offset it lies, so does the header, as torch's does."""
-    offsets = {name: {"saved_offsets": piece.at} for name, piece in pieces.items() if piece.at is not None}
+    offsets = {
+        name: {"saved_offsets": _as_torch_counts(piece)} for name, piece in pieces.items() if piece.at is not None
+    }
     said = {"DCP_VERSION": "1.0", SHARDING_INFO: json.dumps(offsets)} if offsets else {}
     specs = {name: TensorSpec(piece.dtype, piece.shape) for name, piece in pieces.items()}
     header, _ = write_header(specs, metadata={"format": "pt", **said} if metadata is None else metadata)
