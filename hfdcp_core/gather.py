@@ -242,12 +242,6 @@ def _sharded(heads: list[_Head], index: Index | None, source: Source, world_size
     catalog = Catalog("dcp-safetensors", tensors, tuple(chosen), tuple(head.stamp for head in heads))
     if any(head.info for head in heads):
         return catalog  # our own writer states what torch's does not
-    if world_size is not None and (copies := _copies(shards, tensors)):
-        raise IncompleteCheckpoint(
-            f"{source.url}: these files hold the same parts; one may be a copy that replaced what a rank saved, so "
-            "that the number of files proves nothing",
-            copies,
-        )
     return replace(catalog, unproved=_why_unproved(catalog, index, source, world_size))
 
 
@@ -300,21 +294,6 @@ def _without_equal_replicas(shards: list[Shard], source: Source) -> list[Shard]:
         problems,
     )
     return list(kept.values())
-
-
-def _copies(shards: list[Shard], tensors: Mapping[str, TensorSpec]) -> list[str]:
-    """Name the files that hold nothing but what another one holds, and parts of tensors among it.
-
-    Whole tensors may be replicas that every rank saved; a part of one is saved by one rank.
-    """
-    held: dict[str, set[tuple[str, Box]]] = {}
-    for shard in shards:
-        if shard.box.volume:
-            held.setdefault(shard.span.path, set()).add((shard.fqn, shard.box))
-    first: dict[frozenset[tuple[str, Box]], str] = {}
-    cut = {path: parts for path, parts in held.items() if any(box.shape != tensors[fqn].shape for fqn, box in parts)}
-    met = [(first.setdefault(frozenset(parts), path), path) for path, parts in sorted(cut.items())]
-    return [f"{one} and {two}" for one, two in met if one != two]
 
 
 def _equal_bytes(one: Span, other: Span, source: Source) -> bool:

@@ -314,15 +314,6 @@ def test_whole_tensors_with_equal_bytes_are_replicas() -> None:
     assert len(gather(store, world_size=2).shards) == 1
 
 
-def test_a_file_that_was_replaced_by_a_copy_of_another_ranks_proves_nothing() -> None:
-    store = sharded(3)
-    path = "shard-{:05d}-model-00001-of-00001.safetensors".format
-    store.put(path(1), store.read(path(2), 0, store.stat(path(2)).size))
-    with pytest.raises(IncompleteCheckpoint, match="a copy that replaced") as caught:
-        gather(store, world_size=3)
-    assert caught.value.problems == (f"{path(1)} and {path(2)}",)
-
-
 def test_shards_of_one_box_with_other_bytes_are_of_another_save() -> None:
     store = sharded(1)
     write(store, "shard-00002-model-00001-of-00001.safetensors", {"w": rows(5)}, {"w": (0, 0)})
