@@ -385,3 +385,10 @@ def test_a_small_file_whose_names_share_a_long_path_does_not_keep_us_busy() -> N
     metadata.planner_data = {f"w{number}": path for number in range(1000)}
     with pytest.raises(CorruptFile, match="spells another name"):
         read(metadata)
+
+
+def test_a_box_of_a_tensor_that_the_table_calls_no_tensor_is_refused() -> None:
+    metadata = good()
+    metadata.state_dict_metadata["w"] = BytesStorageMetadata()
+    with pytest.raises(CorruptFile, match="a box of a tensor, but state_dict_metadata says that it is none"):
+        read(metadata)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from hfdcp_core import distcp_machine, distcp_object
 from hfdcp_core.distcp_file import TENSORS, ObjectContent, read_object
-from hfdcp_core.distcp_object import MOST_DEPTH, MOST_PICKLE_BYTES, plain_value
+from hfdcp_core.distcp_object import MOST_DEPTH, MOST_PICKLE_BYTES, hides_tensors, plain_value
 from hfdcp_core.errors import CorruptFile
 
 
@@ -334,3 +334,13 @@ def test_a_whole_model_in_one_object_is_told_without_reading_it() -> None:
     found: Callable[[], ObjectContent] = lambda: read_object(fetch, len(raw), where="x")  # noqa: E731
     assert found().problem == TENSORS
     assert sum(reads) < len(raw)
+
+
+@pytest.mark.parametrize(
+    ("value", "hides"), [((torch.ones(2), 1), True), ({"lr": 0.1}, False)], ids=["tensor", "plain"]
+)
+def test_the_directory_alone_tells_whether_tensors_hide_in_an_object(value: object, *, hides: bool) -> None:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    raw = stream.getvalue()
+    assert hides_tensors(lambda start, stop: raw[start:stop], len(raw), where="here") is hides
