@@ -18,20 +18,18 @@ import hashlib
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import EllipsisType
 from typing import Protocol
 
-import numpy as np
-
 from hfdcp_core.catalog import FileStamp
-from hfdcp_core.errors import PlanError, SourceChanged, StorageNotFound
+from hfdcp_core.errors import SourceChanged, StorageNotFound
+from hfdcp_core.fill import Filler
 from hfdcp_core.manifest import FileRecord, SourceCheck
 from hfdcp_core.ops import EMPTY_DIGEST, digest_text, extend_digest
-from hfdcp_core.plan import BUFFERS, Copy, FilePlan
-from hfdcp_core.read import Payload, gather_strided, open_payload, page_aligned
+from hfdcp_core.plan import BUFFERS, FilePlan
+from hfdcp_core.read import page_aligned
 from hfdcp_core.state import SILENT, Cancellation, Progress
 from hfdcp_core.store import Source, Upload
-from hfdcp_core.windows import Copies, Lattice, Piece, Strides, Window, view_of, windows
+from hfdcp_core.windows import Window, windows
 
 
 class Creator(Protocol):
@@ -129,7 +127,7 @@ class _Work:
     ) -> None:
         self._plan, self._upload = plan, upload
         self._progress, self._cancellation = progress, cancellation
-        self._filler = _Filler(plan, source)
+        self._filler = Filler(plan, source)
         self._hashes = _Hashes(plan)
 
     def run(self) -> FileRecord:
@@ -195,65 +193,3 @@ class _Hashes:
         names = (fqn for fqn, _ in self._plan.tensors)
         digests = dict(zip(names, map(digest_text, self._digests), strict=True))
         return FileRecord(self._plan.path, self._plan.size, self._sha256.hexdigest(), digests, check)
-
-
-class _Filler:
-    """Fills windows from the source, in file order, in one thread."""
-
-    def __init__(self, plan: FilePlan, source: Source) -> None:
-        self._plan, self._source = plan, source
-        self._copies = Copies(plan)
-        self._scratch = page_aligned(plan.window_bytes)
-        self._item_scratch = page_aligned(plan.window_bytes)
-        self._open: dict[int, Payload] = {}
-        self._check = SourceCheck()
-        self._tensor = 0
-
-    def fill(self, window: Window, buffer: memoryview) -> None:
-        start = 0
-        for piece in window:
-            if piece.tensor != self._tensor:
-                self._close()
-                self._tensor = piece.tensor
-            self._fill_piece(piece, buffer[start : start + piece.nbytes])
-            start += piece.nbytes
-
-    def check(self) -> SourceCheck:
-        """Say how far the source's own checksums went, when everything was filled."""
-        self._close()
-        return self._check
-
-    def _close(self) -> None:
-        """Check the payloads of a tensor that is done: no later piece reads them."""
-        for payload in self._open.values():
-            self._check = joined(self._check, payload.check())
-        self._open.clear()
-
-    def _fill_piece(self, piece: Piece, buffer: memoryview) -> None:
-        spec = self._plan.tensors[piece.tensor][1]
-        itemsize = Lattice.of(spec.dtype, spec.shape).itemsize
-        target = np.frombuffer(buffer, f"u{itemsize}").reshape(piece.box.shape)
-        filled = 0
-        for copy, box, shared in self._copies.meeting(piece):
-            inside = shared.relative_to(piece.box)
-            # The ellipsis keeps a 0-d part a view of the buffer; without it numpy returns a copy.
-            where: tuple[slice | EllipsisType, ...] = (*map(slice, inside.offset, inside.stop), ...)
-            out = target[where]
-            view = view_of(copy, self._plan.shards[copy.read.shard])
-            part = view.part(shared.relative_to(box).offset, shared.shape)
-            gather_strided(self._payload(copy, view).read_into, part, out, scratch=self._scratch)
-            filled += shared.volume
-        if filled != piece.box.volume:
-            raise PlanError(f"{self._plan.path}: the plan leaves {piece.box} of tensor {piece.tensor} unfilled")
-
-    def _payload(self, copy: Copy, view: Strides) -> Payload:
-        number = copy.read.shard
-        if number not in self._open:
-            shard = self._plan.shards[number]
-            self._open[number] = open_payload(self._source, shard, scratch=self._item_scratch, in_order=view.dense)
-        return self._open[number]
-
-
-def joined(one: SourceCheck, other: SourceCheck) -> SourceCheck:
-    """Add up what two parts of the work checked of the source."""
-    return SourceCheck(one.verified + other.verified, one.unchecked + other.unchecked, (*one.parts, *other.parts))

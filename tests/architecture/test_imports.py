@@ -48,6 +48,7 @@ RANKS = (
     ("gather_dcp",),
     ("gather",),
     ("locate",),
+    ("fill",),
     ("consolidate", "assets"),
     ("tying",),
     ("validate", "inspection"),
