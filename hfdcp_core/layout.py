@@ -87,7 +87,11 @@ class Target:
 
 
 def lay_out(
-    definitions: Iterable[Definition], *, max_file_size: int, file_index: Mapping[str, int] | None = None
+    definitions: Iterable[Definition],
+    *,
+    max_file_size: int,
+    file_index: Mapping[str, int] | None = None,
+    as_torch: bool = False,
 ) -> Target:
     """Pack tensors into files.
 
@@ -95,6 +99,8 @@ def lay_out(
         definitions: The wanted tensors, in the order in which they should be packed.
         max_file_size: Tensor bytes in one file at most; a larger tensor gets a file of its own.
         file_index: Number of the file (from 1) of every tensor by its target name; replaces the packing.
+        as_torch: Whether files are named as torch names them (``model-00001-of-00001.safetensors`` for a single one
+            too), always with an index.
 
     Raises:
         PlanError: The given index does not fit the tensors.
@@ -102,9 +108,11 @@ def lay_out(
     definitions = tuple(definitions)
     groups = _by_size(definitions, max_file_size) if file_index is None else _by_index(definitions, file_index)
     whole = [[Part(definition, Box.whole(definition.spec.shape)) for definition in group] for group in groups]
-    files = tuple(_file(path, group) for path, group in zip(file_names(len(groups)), whole, strict=True))
+    names = torch_file_names(len(groups)) if as_torch else file_names(len(groups))
+    files = tuple(_file(path, group) for path, group in zip(names, whole, strict=True))
     total = sum(definition.spec.nbytes for definition in definitions)
-    return Target(_catalog(definitions, files), files, _index(files, total), total)
+    index = _index(files, total) if as_torch or len(files) > 1 else None
+    return Target(_catalog(definitions, files), files, index, total)
 
 
 def _by_size(definitions: tuple[Definition, ...], max_file_size: int) -> list[list[Definition]]:
@@ -168,6 +176,15 @@ def shard_name(rank: int, part: int = 1, count: int = 1) -> str:
     return f"shard-{rank:05d}-model-{part:05d}-of-{count:05d}.safetensors"
 
 
+def torch_file_names(count: int) -> tuple[str, ...]:
+    """Return what torch calls the files of a consolidated checkpoint.
+
+    >>> torch_file_names(1)
+    ('model-00001-of-00001.safetensors',)
+    """
+    return tuple(f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
+
+
 def _boxes(spec: TensorSpec, ranks: int, dim: int) -> list[Box]:
     """Return the box of each rank, or the whole one where the tensor has no such dimension, or no element."""
     axes = len(spec.shape)
@@ -216,9 +233,7 @@ def _catalog(definitions: tuple[Definition, ...], files: Iterable[TargetFile]) -
     return Catalog("safetensors", {d.fqn: d.spec for d in definitions}, tuple(shards))
 
 
-def _index(files: tuple[TargetFile, ...], total_size: int) -> bytes | None:
-    if len(files) == 1:
-        return None
+def _index(files: tuple[TargetFile, ...], total_size: int) -> bytes:
     weight_map = {d.fqn: file.path for file in files for d in file.tensors}
     parameters = sum(Box.whole(d.spec.shape).volume for file in files for d in file.tensors)
     return write_index(weight_map, total_size=total_size, total_parameters=parameters)

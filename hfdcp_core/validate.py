@@ -125,21 +125,36 @@ def _on_disk(source: Source, path: str, header: bytes, size: int) -> Iterator[Pa
 
 
 def _combine_shared_items(run: Run, records: Iterable[FileRecord]) -> None:
-    """Put together the checksums of items that several files read parts of."""
+    """Put together the checksums of items that several files read parts of, and remove what a damaged one went into."""
+    spoilt = shared_item_problems(records)
+    for path in {path for _, paths in spoilt for path in paths}:
+        run.sink.delete(path)
+    refuse_damaged_items(problem for problem, _ in spoilt)
+
+
+def refuse_damaged_items(problems: Iterable[str]) -> None:
+    """Raise for the items that `shared_item_problems` found."""
+    CorruptFile.raise_for("items of the source are damaged; restore the files from a copy", problems)
+
+
+def shared_item_problems(records: Iterable[FileRecord]) -> list[tuple[str, frozenset[str]]]:
+    """Hold the parts of items that several files read against the CRC-32 of the whole.
+
+    Returns:
+        For each damaged item what is wrong, and the files that it went into.
+    """
     items: dict[str, list[tuple[str, CrcPart]]] = {}
     for record in records:
         for part in record.source.parts:
             items.setdefault(part.item, []).append((record.path, part))
-    problems, spoilt = [], set()
+    found = []
     for item, parts in items.items():
         _, any_part = parts[0]
         whole = combine_parts((part.start, part.stop, part.crc32) for _, part in parts)
         if [part[:2] for part in whole] == [(0, any_part.payload_size)] and whole[0][2] != any_part.payload_crc32:
-            problems.append(f"{item}: CRC-32 {whole[0][2]:08x}, the file states {any_part.payload_crc32:08x}")
-            spoilt |= {path for path, _ in parts}
-    for path in spoilt:
-        run.sink.delete(path)
-    CorruptFile.raise_for("items of the source are damaged; restore the files from a copy", problems)
+            problem = f"{item}: CRC-32 {whole[0][2]:08x}, the file states {any_part.payload_crc32:08x}"
+            found.append((problem, frozenset(path for path, _ in parts)))
+    return found
 
 
 def _write_index(run: Run, planned: PlanSummary) -> tuple[FileRecord, ...]:

@@ -111,6 +111,7 @@ DOORS = {
 """Each outside world and the modules (with those below them) that may import it; `hfdcp_core.testing` may all."""
 LATE = {
     **DOORS,
+    "hfdcp_core.dcp": {"hfdcp_core"},
     "hfdcp_core.fsspec_store": {"hfdcp_core.store"},
     "hfdcp_flows": {"hfdcp_flows.cli", "hfdcp_flows.commands", "hfdcp_flows.demo"},
     "hfdcp_core.testing": {"hfdcp_flows.demo"},

@@ -1,0 +1,25 @@
+"""torch's Hugging Face checkpoint classes on any storage: the one door to `torch.distributed.checkpoint`.
+
+Change one import, and ``dcp.load`` and ``dcp.save`` read and write what `hfdcp_core` gathers and consolidates. Nothing
+is decided here: torch's plans are translated into boxes and spans, and their tensors into bytes.
+
+::
+
+    metadata     a gathered catalog  → torch's Metadata
+    tensors      torch's tensors     ⇄ arrays over their memory
+    shard_file   one file of shards, with the face of ``safetensors.safe_open``
+    reader       HuggingFaceStorageReader
+    consolidation  consolidate_safetensors_files, consolidate_safetensors_files_on_every_rank
+"""
+
+from hfdcp_core.dcp.consolidation import (
+    consolidate_safetensors_files,
+    consolidate_safetensors_files_on_every_rank,
+)
+from hfdcp_core.dcp.reader import HuggingFaceStorageReader
+
+__all__ = [
+    "HuggingFaceStorageReader",
+    "consolidate_safetensors_files",
+    "consolidate_safetensors_files_on_every_rank",
+]
