@@ -238,8 +238,7 @@ class FsspecStore:
         return self._fetch(path, full, start, length)
 
     def _fetch(self, path: str, full: str, start: int, length: int) -> bytes:
-        # The base class opens a file with a read-ahead of 5 MiB for each call.
-        options = {"cache_type": "none"} if type(self._fs).cat_file is AbstractFileSystem.cat_file else {}
+        options = {"cache_type": "none"} if _opens_for_each_range(self._fs) else {}
         with self._faults("read", path):
             data: bytes = self._fs.cat_file(full, start=start, end=start + length, **options)
         if len(data) != length:
@@ -258,6 +257,14 @@ class FsspecStore:
         if start + length > size:
             wanted = f"expected bytes [{start}, {start + length})"
             raise CorruptFile(f"{self._shown(path)}: {wanted}, found the end of the file at byte {size}")
+
+
+def _opens_for_each_range(fs: AbstractFileSystem) -> bool:
+    """Tell whether a range comes from a file that is opened for it, with a read-ahead of 5 MiB unless that is declined.
+
+    An asynchronous filesystem gets its own call on the instance, not on the class.
+    """
+    return not fs.async_impl and type(fs).cat_file is AbstractFileSystem.cat_file
 
 
 def _name(entry: Mapping[str, Any]) -> str:

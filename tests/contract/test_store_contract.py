@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from hfdcp_core.errors import CorruptFile, SinkOccupied, StorageDenied, StorageNotFound, ValidationError
 from hfdcp_core.fsspec_store import FsspecStore
-from hfdcp_core.store import Listing, Sink, open_store
+from hfdcp_core.store import Listing, Sink, configure, open_store
 from hfdcp_core.testing.faulty import faulty_store
+from hfdcp_core.testing.gcs_server import BUCKET, GcsServer
+from hfdcp_core.testing.servers import Server
 
 CONTENT = bytes(range(256)) * 5
 
@@ -309,3 +311,36 @@ class TestFaultyStoreOnLocalFiles(StoreLaws):
     def stores(self, tmp_path: Path):
         with faulty_store(f"{tmp_path}/new") as faults:
             yield open_store(faults.url), open_store(f"{faults.url}/")
+
+
+class TestGcs(StoreLaws):
+    """gcsfs, against a server that keeps to the documents of Google Cloud Storage."""
+
+    @pytest.fixture
+    def stores(self, gcs: GcsServer):
+        configure("gs", gcs.options)
+        url = f"gs://{BUCKET}/{secrets.token_hex(8)}"
+        yield open_store(url), open_store(f"gcs{url.removeprefix('gs')}/")
+        configure("gs", {})
+
+
+class TestS3(StoreLaws):
+    """s3fs, against moto."""
+
+    @pytest.fixture
+    def stores(self, s3: Server):
+        configure("s3", s3.options)
+        url = f"s3://{s3.bucket}/{secrets.token_hex(8)}"
+        yield open_store(url), open_store(f"s3a{url.removeprefix('s3')}/")
+        configure("s3", {})
+
+
+class TestFakeGcs(StoreLaws):
+    """gcsfs, against fake-gcs-server: others wrote it, so it does not share our mistakes."""
+
+    @pytest.fixture
+    def stores(self, fake_gcs: Server):
+        configure("gs", fake_gcs.options)
+        url = f"gs://{fake_gcs.bucket}/{secrets.token_hex(8)}"
+        yield open_store(url), open_store(f"{url}/")
+        configure("gs", {})
