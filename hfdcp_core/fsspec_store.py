@@ -27,6 +27,7 @@ from hfdcp_core.fsspec_upload import (
     is_left_behind,
     temporary_name,
 )
+from hfdcp_core.gcs_upload import GcsUpload, can_stream
 from hfdcp_core.lease import hold_lease
 from hfdcp_core.storage_options import merged_options, texts
 from hfdcp_core.store_base import (
@@ -136,12 +137,15 @@ class FsspecStore:
         self.read_into(path, start, memoryview(data))
         return bytes(data)
 
-    def create(self, path: str, size: int) -> CommittedUpload | MovedUpload:
+    def create(self, path: str, size: int) -> CommittedUpload | GcsUpload | MovedUpload:
         """Begin a file; its space is not reserved, since no remote storage can do that."""
         full = self._full(checked_path(path, self._url))
         target = UploadTarget(self._fs, full, size, self._shown(path), self._secrets)
         with self._faults("write", path):
             self._make_parent(full)
+            streams = can_stream(self._fs, full)
+        if streams:
+            return GcsUpload(target)
         return CommittedUpload(target) if self._commits_files(full) else MovedUpload(target)
 
     def put(self, path: str, data: bytes) -> None:

@@ -58,6 +58,29 @@ class UploadTarget:
         return foreign_faults(f"{verb} {self.shown}", self.secrets)
 
 
+def require_whole(target: UploadTarget, written: int) -> None:
+    """Refuse to publish a file of another size than was announced."""
+    if written != target.size:
+        raise ValidationError(f"{target.shown}: {target.size} bytes were announced, {written} were written")
+
+
+def _require_kept(target: UploadTarget) -> None:
+    """Hold the size of what can now be seen against the announced one.
+
+    Raises:
+        StorageError: The storage kept another number of bytes; they are removed.
+    """
+    with target.faults("look at"):
+        target.fs.invalidate_cache()
+        kept = target.fs.info(target.full)["size"]
+    if kept not in (target.size, None):  # plain HTTP servers may not say
+        with suppress(StorageError), target.faults("remove"):
+            target.fs.rm_file(target.full)
+        raise StorageError(
+            f"cannot write {target.shown}: sent {target.size} bytes, kept were {kept}; they were removed; run again"
+        )
+
+
 class _Upload:
     """What both ways of writing share: feeding the file and counting the bytes."""
 
@@ -73,11 +96,6 @@ class _Upload:
                 self._file.write(whole[start : start + _WRITE_BYTES])
         self._written += len(whole)
 
-    def _require_whole(self) -> None:
-        if self._written != self._target.size:
-            announced = f"{self._target.size} bytes were announced, {self._written} were written"
-            raise ValidationError(f"{self._target.shown}: {announced}")
-
 
 class CommittedUpload(_Upload):
     """Goes straight to its final name, which shows nothing before the filesystem's own commit."""
@@ -89,12 +107,12 @@ class CommittedUpload(_Upload):
 
     def commit(self) -> None:
         """Send the last part and publish."""
-        self._require_whole()
+        require_whole(self._target, self._written)
         with self._target.faults("write"):
             self._file.close()
             self._file.commit()
             self._file = None
-            self._target.fs.invalidate_cache()
+        _require_kept(self._target)
 
     def abort(self) -> None:
         """Discard the parts that were sent."""
@@ -119,13 +137,22 @@ class MovedUpload(_Upload):
 
     def commit(self) -> None:
         """Close the file and move it to its name."""
-        self._require_whole()
+        require_whole(self._target, self._written)
         with self._target.faults("write"):
             self._file.close()
-            _move(self._target.fs, self._temporary, self._target.full)
+            try:
+                _move(self._target.fs, self._temporary, self._target.full)
+            except Exception:
+                if not self._has_moved():
+                    raise
             self._file = None
-            self._target.fs.invalidate_cache()
         _ALIVE.discard(self._temporary)
+        _require_kept(self._target)
+
+    def _has_moved(self) -> bool:
+        """Tell whether a move that failed was carried out: the reply was lost, and a second try found nothing left."""
+        self._target.fs.invalidate_cache()
+        return self._target.fs.exists(self._target.full) and not self._target.fs.exists(self._temporary)
 
     def abort(self) -> None:
         """Remove the temporary file."""

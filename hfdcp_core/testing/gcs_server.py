@@ -30,9 +30,10 @@ from hfdcp_core.testing._gcs_objects import Ask, Buckets, Reply, refusal
 BUCKET = "bucket"
 """A bucket that is there from the start."""
 
-Deed = Literal["status", "reset", "lost", "corrupt", "truncate", "hold", "silence"]
+Deed = Literal["status", "reset", "lost", "corrupt", "shortfall", "truncate", "hold", "silence"]
 """What goes wrong: an error; the connection dropped before or after the request is carried out; a byte of the content
-changed on its way; a content that breaks off; an answer that waits for others; or never comes."""
+changed on its way; only the first half of a chunk kept; an answer that breaks off; one that waits for others; or never
+comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class GcsServer:
         self._faults: list[tuple[GcsFault, Counter[str]]] = []
         self._ranges = 0
         self._waiting = 0
+        self._stopped = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="gcs-server", daemon=True)
         self._runner: web.AppRunner | None = None
@@ -113,6 +115,12 @@ class GcsServer:
         self.journal.clear()
         self.most_at_once = 0
 
+    def empty(self) -> None:
+        """Hold nothing, let nothing go wrong, and begin the journal anew."""
+        self.buckets.objects[BUCKET].clear()
+        self.buckets.sessions.clear()
+        self.forget()
+
     def asked(self, method: str, path: str = "") -> Sequence[Asked]:
         """Return the requests of a method whose path fits a regular expression."""
         return [each for each in self.journal if each.method == method and re.search(path, each.path)]
@@ -121,6 +129,11 @@ class GcsServer:
         """Return what an object holds; None where there is none."""
         stored = self.buckets.objects[BUCKET].get(name)
         return stored.data if stored else None
+
+    @property
+    def unfinished(self) -> int:
+        """How many uploads were begun and neither finished nor deleted."""
+        return sum(session.done is None for session in self.buckets.sessions.values())
 
     def names(self) -> Sequence[str]:
         """Return the names of all objects, sorted."""
@@ -135,6 +148,7 @@ class GcsServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._runner is not None
+        self._loop.call_soon_threadsafe(self._stopped.set)
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(30)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -166,9 +180,11 @@ class GcsServer:
         if fault and deed == "hold":
             await self._gathered(fault.together)
         if deed == "silence":
-            await asyncio.sleep(3600)
+            await self._stopped.wait()
         if deed == "corrupt" and body:
             body = _flipped(body)
+        if deed == "shortfall":
+            body = body[: len(body) // 2]
         path, query = request.raw_path.partition("?")[0], dict(request.query)
         ask = Ask(request.method, path, query, request.headers, body, request.host)
         before = {"status": refusal(fault.status, "injected") if fault else None, "reset": Reply(500)}.get(deed or "")

@@ -38,7 +38,7 @@ RANKS = (
     ("job",),
     ("storage_options", "descriptors", "lease", "store_base", "zstd_stream"),
     ("file_lock", "fsspec_upload"),
-    ("local_upload",),
+    ("local_upload", "gcs_upload"),
     ("local_store", "fsspec_store"),
     ("store",),
     ("state",),
@@ -75,7 +75,7 @@ PARTS = {
     },
     "store": {
         *("storage_options", "descriptors", "lease", "store_base", "file_lock"),
-        *("local_upload", "local_store", "fsspec_upload", "fsspec_store"),
+        *("local_upload", "local_store", "fsspec_upload", "gcs_upload", "fsspec_store"),
     },
     "hub": {"hub_client"},
 }
