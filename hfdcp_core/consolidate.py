@@ -21,12 +21,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from hfdcp_core.catalog import FileStamp
-from hfdcp_core.errors import SourceChanged, StorageNotFound
+from hfdcp_core.errors import SourceChanged
+from hfdcp_core.fetches import fetches_of
 from hfdcp_core.fill import Filler
 from hfdcp_core.manifest import FileRecord, SourceCheck
 from hfdcp_core.ops import EMPTY_DIGEST, digest_text, extend_digest
-from hfdcp_core.plan import BUFFERS, FilePlan
+from hfdcp_core.plan import AHEAD_BYTES, BUFFERS, FilePlan
 from hfdcp_core.read import page_aligned
+from hfdcp_core.read_ahead import ReadAhead
 from hfdcp_core.state import SILENT, Cancellation, Progress
 from hfdcp_core.store import Source, Upload
 from hfdcp_core.windows import Window, windows
@@ -85,7 +87,8 @@ def consolidate(
     check_stamps(plan.stamps, source)
     upload = sink.create(plan.path, plan.size)
     try:
-        record = _Work(plan, source, upload, progress, cancellation or Cancellation()).run()
+        with _ahead(plan, source) as ahead:
+            record = _Work(plan, ahead, upload, progress, cancellation or Cancellation()).run()
         check_stamps(plan.stamps, source)
         upload.commit()
     except BaseException:
@@ -100,20 +103,26 @@ def check_stamps(stamps: Iterable[FileStamp], source: Source) -> None:
     Raises:
         SourceChanged: One of them is not what was gathered.
     """
+    gathered = tuple(stamps)
+    found = source.stamps([stamp.path for stamp in gathered])
     SourceChanged.raise_for(
         f"{source.url} changed since it was gathered; start again when nothing writes to it any more",
-        [problem for stamp in stamps if (problem := _difference(stamp, source))],
+        [problem for stamp in gathered if (problem := _difference(stamp, found.get(stamp.path)))],
     )
 
 
-def _difference(stamp: FileStamp, source: Source) -> str | None:
-    try:
-        now = source.stat(stamp.path)
-    except StorageNotFound:
+def _difference(stamp: FileStamp, now: FileStamp | None) -> str | None:
+    if now is None:
         return f"{stamp.path} is gone"
     if now == stamp:
         return None
     return f"{stamp.path}: {now.size} bytes ({now.tag}), gathered with {stamp.size} bytes ({stamp.tag})"
+
+
+def _ahead(plan: FilePlan, source: Source) -> ReadAhead:
+    """Begin to fetch what the file needs; of a source on this machine nothing, since its pages are read at once."""
+    fetches = fetches_of(plan, budget_bytes=AHEAD_BYTES) if source.remote else ()
+    return ReadAhead(source, fetches, budget_bytes=AHEAD_BYTES)
 
 
 # ---- work: threads and buffers -------------------------------------------------------------------------------------
@@ -123,9 +132,10 @@ class _Work:
     """One file being made."""
 
     def __init__(
-        self, plan: FilePlan, source: Source, upload: Upload, progress: Progress, cancellation: Cancellation
+        self, plan: FilePlan, source: ReadAhead, upload: Upload, progress: Progress, cancellation: Cancellation
     ) -> None:
-        self._plan, self._upload = plan, upload
+        self._plan, self._source, self._upload = plan, source, upload
+        self._windows = 0
         self._progress, self._cancellation = progress, cancellation
         self._filler = Filler(plan, source)
         self._hashes = _Hashes(plan)
@@ -154,6 +164,8 @@ class _Work:
         window, buffer, future = filled
         self._cancellation.check()
         future.result()
+        self._source.done(self._windows)
+        self._windows += 1
         data = buffer[: sum(piece.nbytes for piece in window)]
         hashed = hashing.submit(self._hashes.window, window, data)
         try:

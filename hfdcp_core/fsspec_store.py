@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from typing import Any
 
 from fsspec.config import conf
 from fsspec.core import split_protocol, url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from hfdcp_core.catalog import FileStamp
@@ -39,6 +41,7 @@ from hfdcp_core.store_base import (
     foreign_faults,
     foreign_reason,
     kind_of_foreign_error,
+    stamps_one_by_one,
     storage_fault,
     without_secrets,
 )
@@ -100,6 +103,11 @@ class FsspecStore:
         """The URL, without secrets."""
         return self._url
 
+    @property
+    def remote(self) -> bool:
+        """Whether requests cost round trips: all filesystems count as remote but those of this machine."""
+        return not isinstance(self._fs, LocalFileSystem | MemoryFileSystem)
+
     def list(self, folder: str = "") -> Listing:
         """List one folder with one request."""
         where = self._full(checked_folder(folder, self._url))
@@ -122,6 +130,21 @@ class FsspecStore:
         if info["type"] != "file":
             raise StorageNotFound(f"cannot look at {self._shown(path)}: it is not a file")
         return self._stamp(path, info)
+
+    def stamps(self, paths: Iterable[str]) -> Mapping[str, FileStamp]:
+        """Return the stamps of those files that are there, by one listing of each folder that holds several."""
+        folders: dict[str, list[str]] = {}
+        for path in paths:
+            folders.setdefault(path.rpartition("/")[0], []).append(path)
+        found: dict[str, FileStamp] = {}
+        for folder, wanted in folders.items():
+            if len(wanted) == 1:
+                found |= stamps_one_by_one(self.stat, wanted)
+                continue
+            with suppress(StorageNotFound):
+                listed = {stamp.path: stamp for stamp in self.list(folder).files}
+                found |= {path: listed[path] for path in wanted if path in listed}
+        return found
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` in pieces, each of which is tried a few times."""

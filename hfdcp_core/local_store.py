@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,15 @@ from hfdcp_core.errors import CorruptFile, StorageNotFound
 from hfdcp_core.file_lock import has_locks, locked
 from hfdcp_core.lease import hold_lease
 from hfdcp_core.local_upload import LocalUpload, is_temporary, remove_if_dead, sync_folder
-from hfdcp_core.store_base import STATE_FOLDER, Listing, checked_folder, checked_path, os_fault, os_faults
+from hfdcp_core.store_base import (
+    STATE_FOLDER,
+    Listing,
+    checked_folder,
+    checked_path,
+    os_fault,
+    os_faults,
+    stamps_one_by_one,
+)
 
 
 class LocalStore:
@@ -37,6 +45,11 @@ class LocalStore:
     def url(self) -> str:
         """The absolute path of the folder."""
         return str(self._root)
+
+    @property
+    def remote(self) -> bool:
+        """No: a read is a call of the kernel."""
+        return False
 
     def list(self, folder: str = "") -> Listing:
         """List one folder; files that are being written, sockets and the like are not shown."""
@@ -59,6 +72,10 @@ class LocalStore:
         if not stat.S_ISREG(found.st_mode):
             raise StorageNotFound(f"cannot look at {full}: it is not a regular file")
         return _stamp(path, found)
+
+    def stamps(self, paths: Iterable[str]) -> Mapping[str, FileStamp]:
+        """Return the stamps of those files that are there: a look at each costs next to nothing."""
+        return stamps_one_by_one(self.stat, paths)
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from byte ``start`` on."""
@@ -92,6 +109,14 @@ class LocalStore:
                 upload.abort()
                 raise
         return upload
+
+    def adopt(self, temporary: str, path: str) -> None:
+        """Make a file appear that another process wrote and left (`LocalUpload.leave`)."""
+        full = self._full(path)
+        self._pool.drop(full)
+        with os_faults(f"write {full}"):
+            Path(temporary).replace(full)
+            sync_folder(os.path.dirname(full))  # noqa: PTH120
 
     def put(self, path: str, data: bytes) -> None:
         """Write a small file, whole or not at all."""

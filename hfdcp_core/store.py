@@ -8,7 +8,7 @@ Local files have a path of their own (`hfdcp_core.local_store`); every other URL
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -17,9 +17,9 @@ from hfdcp_core.catalog import FileStamp
 from hfdcp_core.errors import UsageError
 from hfdcp_core.local_store import LocalStore
 from hfdcp_core.storage_options import configure, configured
-from hfdcp_core.store_base import Listing, refuse_mangled_url
+from hfdcp_core.store_base import Listing, os_faults, refuse_mangled_url
 
-__all__ = ["Listing", "LocalStore", "Sink", "Source", "Upload", "configure", "configured", "open_store"]
+__all__ = ["Listing", "LocalStore", "Sink", "Source", "Upload", "configure", "configured", "open_store", "os_faults"]
 
 
 class Source(Protocol):
@@ -28,6 +28,11 @@ class Source(Protocol):
     @property
     def url(self) -> str:
         """Where it is, without secrets."""
+        ...
+
+    @property
+    def remote(self) -> bool:
+        """Whether each request costs a round trip, so that few large ones are better than many small ones."""
         ...
 
     def list(self, folder: str = "") -> Listing:
@@ -44,6 +49,10 @@ class Source(Protocol):
         Raises:
             StorageNotFound: There is no such file.
         """
+        ...
+
+    def stamps(self, paths: Iterable[str]) -> Mapping[str, FileStamp]:
+        """Return the stamps of those files that are there, never from a cache, in as few requests as can be."""
         ...
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -84,6 +84,15 @@ class Listing:
     """Files, by name relative to the store, sorted."""
     folders: tuple[str, ...]
     """Sub-folders, by name relative to the store, sorted."""
+
+
+def stamps_one_by_one(stat: Callable[[str], FileStamp], paths: Iterable[str]) -> dict[str, FileStamp]:
+    """Return the stamps of those files that are there, by a look at each."""
+    found = {}
+    for path in paths:
+        with suppress(StorageNotFound):
+            found[path] = stat(path)
+    return found
 
 
 @lru_cache(maxsize=4096)  # asked at each read, of the same few paths

@@ -13,8 +13,9 @@ file counts, and never by guessing:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from hfdcp_core.catalog import FileStamp, Span
 from hfdcp_core.distcp_file import read_item, read_metadata
@@ -43,6 +44,11 @@ class Below:
         """Where the folder is, without secrets."""
         return f"{self._source.url.rstrip('/')}/{self._prefix.rstrip('/')}"
 
+    @property
+    def remote(self) -> bool:
+        """Whether the source is."""
+        return self._source.remote
+
     def list(self, folder: str = "") -> Listing:
         """List a folder in it."""
         found = self._source.list(f"{self._prefix}{folder}".rstrip("/"))
@@ -55,6 +61,11 @@ class Below:
         """Return the stamp of a file in it."""
         found = self._source.stat(self._prefix + path)
         return FileStamp(path, found.size, found.tag)
+
+    def stamps(self, paths: Iterable[str]) -> Mapping[str, FileStamp]:
+        """Return the stamps of files in it."""
+        found = self._source.stamps([self._prefix + path for path in paths])
+        return {self._inner(full): FileStamp(self._inner(full), file.size, file.tag) for full, file in found.items()}
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from a file in it."""
@@ -85,6 +96,11 @@ class Union:
     def url(self) -> str:
         """All places in braces, as a shell would write them."""
         return f"{{{','.join(place.url for place in self._places)}}}"
+
+    @property
+    def remote(self) -> bool:
+        """Whether any place is."""
+        return any(place.remote for place in self._places)
 
     @property
     def places(self) -> tuple[Source, ...]:
@@ -150,6 +166,14 @@ class Union:
     def stat(self, path: str) -> FileStamp:
         """Return the stamp of the copy that counts."""
         return self._place(path).stat(path)
+
+    def stamps(self, paths: Iterable[str]) -> Mapping[str, FileStamp]:
+        """Return the stamps of the copies that count."""
+        held: dict[int, list[str]] = {}
+        for path in paths:
+            with suppress(StorageNotFound):
+                held.setdefault(self.holder(path), []).append(path)
+        return {path: stamp for number, own in held.items() for path, stamp in self._places[number].stamps(own).items()}
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from the copy that counts."""

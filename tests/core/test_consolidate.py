@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -207,6 +207,7 @@ class Replacing:
         """Wrap a store."""
         self._store = store
         self.url = store.url
+        self.remote = store.remote
         self.list, self.read = store.list, store.read
         self._reads = 0
 
@@ -214,6 +215,10 @@ class Replacing:
         """Say another state after the first read."""
         found = self._store.stat(path)
         return FileStamp(path, found.size, found.tag + "'") if self._reads else found
+
+    def stamps(self, paths: Iterable[str]) -> Mapping[str, FileStamp]:
+        """Say what `stat` says."""
+        return {path: self.stat(path) for path in paths}
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         """Count a read."""

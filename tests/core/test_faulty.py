@@ -89,6 +89,7 @@ def test_the_journal_tells_every_call_and_how_it_ended(faults: Faults) -> None:
         Call("create", "c"),
         Call("write", "c", 0, 3),
         Call("commit", "c", 0, 3),
+        Call("stat", "c"),
     ]
     assert (faults.attempts("read"), faults.attempts("read", "^b"), faults.attempts("write", "c")) == (2, 0, 1)
 
