@@ -18,6 +18,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Protocol
 
 from hfdcp_core.catalog import FileStamp
@@ -31,7 +32,7 @@ from hfdcp_core.read import page_aligned
 from hfdcp_core.read_ahead import ReadAhead
 from hfdcp_core.state import SILENT, Cancellation, Progress
 from hfdcp_core.store import Source, Upload
-from hfdcp_core.windows import Window, windows
+from hfdcp_core.windows import Window, windows_of
 
 
 class Creator(Protocol):
@@ -148,7 +149,7 @@ class _Work:
         with ThreadPoolExecutor(1, "hfdcp-fill") as fill, ThreadPoolExecutor(1, "hfdcp-hash") as hashing:
             ahead: deque[tuple[Window, memoryview, Future[None]]] = deque()
             try:
-                for window in windows((spec for _, spec in self._plan.tensors), self._plan.window_bytes):
+                for window in windows_of(self._plan):
                     if not free:
                         free.append(self._finish(ahead.popleft(), hashing))
                     buffer = _fitting(free.popleft(), window)
@@ -158,7 +159,7 @@ class _Work:
             finally:
                 for _, _, waiting in ahead:
                     waiting.cancel()
-        return self._hashes.record(self._filler.check())
+        return replace(self._hashes.record(self._filler.check()), overflowed=self._filler.overflowed())
 
     def _finish(self, filled: tuple[Window, memoryview, Future[None]], hashing: ThreadPoolExecutor) -> memoryview:
         window, buffer, future = filled

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import TORCH_SAVE, TORCH_SAVE_ZSTD, Shard, Span
 from hfdcp_core.plan import Copy, FilePlan, row_major
-from hfdcp_core.windows import Copies, Lattice, Piece, view_of, windows
+from hfdcp_core.tiling import reads_of
+from hfdcp_core.windows import Copies, Lattice, Piece, view_of, windows_of
 
 FETCH_BYTES = 8 << 20
 """Most bytes of a fetch: larger requests cost more time and memory for each byte (measured with gcsfs)."""
@@ -93,6 +94,7 @@ class _Cutter:
     def __init__(self, plan: FilePlan, budget_bytes: int) -> None:
         self._plan, self._budget = plan, budget_bytes
         self._copies = Copies(plan)
+        self._makings = {making.tensor: making for making in plan.makings}
         self._growing: dict[int, _Growing] = {}
         self._opened: set[int] = set()
         self._parts: list[Fetch] = []
@@ -100,12 +102,13 @@ class _Cutter:
     def parts(self) -> list[Fetch]:
         """Return the parts of all shards."""
         tensor = 0
-        for number, window in enumerate(windows((spec for _, spec in self._plan.tensors), self._plan.window_bytes)):
+        for number, window in enumerate(windows_of(self._plan)):
             for piece in window:
                 if piece.tensor != tensor:
                     self._end_tensor()
                     tensor = piece.tensor
-                self._take(number, piece)
+                for read in reads_of(self._makings.get(piece.tensor), piece, self._plan.window_bytes):
+                    self._take(number, read)
         self._end_tensor()
         return self._parts
 

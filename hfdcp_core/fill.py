@@ -3,20 +3,28 @@
 A row-sharded part is read straight into its place; any other box is read whole and put there by one strided copy. The
 payloads of a tensor stay open while its windows are filled, so that what was read of each is held against its own
 checksum when the tensor is done.
+
+What an operation makes is worked off in tiles: the boxes of its operands that a tile needs are read as any other box
+is, into room of their own, and stay there for the tiles that follow.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import EllipsisType
 
 import numpy as np
 
+from hfdcp_core.box import Box
 from hfdcp_core.errors import PlanError
 from hfdcp_core.manifest import SourceCheck
-from hfdcp_core.plan import Copy, FilePlan
+from hfdcp_core.numeric import CHUNK, Bits, Workspace
+from hfdcp_core.operate import operate
+from hfdcp_core.plan import Copy, FilePlan, Making
 from hfdcp_core.read import Payload, gather_strided, open_payload, page_aligned
 from hfdcp_core.store import Source
-from hfdcp_core.windows import Copies, Lattice, Piece, Strides, Window, view_of
+from hfdcp_core.tiling import Held, rooms_of, tiles_of
+from hfdcp_core.windows import Copies, Lattice, Piece, Window, view_of
 
 
 class Filler:
@@ -31,6 +39,8 @@ class Filler:
         self._open: dict[int, Payload] = {}
         self._check = SourceCheck()
         self._tensor = 0
+        self._makings = {making.tensor: making for making in plan.makings}
+        self._room = _Room(plan)
 
     def fill(self, window: Window, buffer: memoryview) -> None:
         """Fill a window; windows are asked for in file order.
@@ -54,33 +64,94 @@ class Filler:
 
     def _close(self) -> None:
         """Check the payloads of a tensor that is done: no later piece reads them."""
+        self._room.forget()
         for payload in self._open.values():
             self._check = joined(self._check, payload.check())
         self._open.clear()
 
+    def overflowed(self) -> Mapping[str, int]:
+        """Say how many numbers of each tensor its dtype cannot hold, of those that have any."""
+        return {self._plan.tensors[number][0]: lost for number, lost in self._room.lost.items() if lost}
+
     def _fill_piece(self, piece: Piece, buffer: memoryview) -> None:
-        spec = self._plan.tensors[piece.tensor][1]
-        itemsize = Lattice.of(spec.dtype, spec.shape).itemsize
-        target = np.frombuffer(buffer, f"u{itemsize}").reshape(piece.box.shape)
+        making = self._makings.get(piece.tensor)
+        dtype = self._plan.tensors[piece.tensor][1].dtype
+        if making is None:
+            self._read_piece(piece, array_of(buffer, dtype, piece.box))
+        else:
+            self._make_piece(making, piece, array_of(buffer, dtype, piece.box))
+
+    def _make_piece(self, making: Making, piece: Piece, target: Bits) -> None:
+        """Let an operation make a piece, tile by tile."""
+        for tile in tiles_of(making, piece, self._plan.window_bytes):
+            operands = [self._operand(held, place) for place, held in enumerate(tile.held)]
+            out = target[part_of(tile.inside)]
+            self._room.lost[piece.tensor] = self._room.lost.get(piece.tensor, 0) + operate(
+                making.operation, tile.box, operands, out, self._room.workspace
+            )
+
+    def _operand(self, held: Held, place: int) -> Bits:
+        """Return a box of an operand, from what is held of it already, or else read."""
+        number = held.piece.tensor
+        found = self._room.held.get(place)
+        if found is None or found[0] != held.piece:
+            array = array_of(self._room.of(place, held.piece.nbytes), self._dtype_of(number), held.piece.box)
+            self._read_piece(held.piece, array, in_order=held.in_order)
+            self._room.held[place] = found = (held.piece, array)
+        return found[1][part_of(held.needed.relative_to(held.piece.box))]
+
+    def _dtype_of(self, number: int) -> str:
+        return self._plan.operands[number - len(self._plan.tensors)][1].dtype
+
+    def _read_piece(self, piece: Piece, target: Bits, *, in_order: bool = True) -> None:
+        """Read a piece of a plain tensor, or a box of an operand."""
         filled = 0
         for copy, box, shared in self._copies.meeting(piece):
-            inside = shared.relative_to(piece.box)
-            # The ellipsis keeps a 0-d part a view of the buffer; without it numpy returns a copy.
-            where: tuple[slice | EllipsisType, ...] = (*map(slice, inside.offset, inside.stop), ...)
-            out = target[where]
+            out = target[part_of(shared.relative_to(piece.box))]
             view = view_of(copy, self._plan.shards[copy.read.shard])
             part = view.part(shared.relative_to(box).offset, shared.shape)
-            gather_strided(self._payload(copy, view).read_into, part, out, scratch=self._scratch)
+            payload = self._payload(copy, in_order=in_order and view.dense)
+            gather_strided(payload.read_into, part, out, scratch=self._scratch)
             filled += shared.volume
         if filled != piece.box.volume:
             raise PlanError(f"{self._plan.path}: the plan leaves {piece.box} of tensor {piece.tensor} unfilled")
 
-    def _payload(self, copy: Copy, view: Strides) -> Payload:
+    def _payload(self, copy: Copy, *, in_order: bool) -> Payload:
         number = copy.read.shard
         if number not in self._open:
             shard = self._plan.shards[number]
-            self._open[number] = open_payload(self._source, shard, scratch=self._item_scratch, in_order=view.dense)
+            self._open[number] = open_payload(self._source, shard, scratch=self._item_scratch, in_order=in_order)
         return self._open[number]
+
+
+class _Room:
+    """Room for what operations work on; none is taken where there is nothing to do."""
+
+    def __init__(self, plan: FilePlan) -> None:
+        self.held: dict[int, tuple[Piece, Bits]] = {}
+        self.lost: dict[int, int] = {}
+        most = max((rooms_of(making.operation, plan.window_bytes) for making in plan.makings), key=len, default=())
+        self._buffers = [page_aligned(nbytes) for nbytes in most]
+        self.workspace = Workspace(CHUNK if plan.makings else 0)
+
+    def of(self, place: int, nbytes: int) -> memoryview:
+        """Return room for an operand; more than was planned where the smallest tile needs it."""
+        buffer = self._buffers[place]
+        return buffer[:nbytes] if nbytes <= len(buffer) else page_aligned(nbytes)
+
+    def forget(self) -> None:
+        """Hold nothing any more: other tensors come."""
+        self.held.clear()
+
+
+def array_of(buffer: memoryview, dtype: str, box: Box) -> Bits:
+    """Return the items of a buffer as an array of a box's shape, on the lattice of the dtype."""
+    return np.frombuffer(buffer, f"u{Lattice.of(dtype, (0,)).itemsize}").reshape(box.shape)
+
+
+def part_of(inside: Box) -> tuple[slice | EllipsisType, ...]:
+    """Return the index of a part; the ellipsis keeps a 0-d part a view, where numpy would return a copy."""
+    return (*map(slice, inside.offset, inside.stop), ...)
 
 
 def joined(one: SourceCheck, other: SourceCheck) -> SourceCheck:

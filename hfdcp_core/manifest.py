@@ -64,6 +64,8 @@ class FileRecord:
     """
     source: SourceCheck = field(default_factory=SourceCheck)
     """What was checked of the bytes it was made from."""
+    overflowed: Mapping[str, int] = field(default_factory=dict)
+    """Of tensors that were cast or scaled: how many numbers their dtype cannot hold, where there are any."""
 
 
 @dataclass(frozen=True, slots=True)

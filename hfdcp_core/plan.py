@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import Catalog, FileStamp, Shard, TensorSpec
 from hfdcp_core.errors import PlanError
-from hfdcp_core.layout import Target, TargetFile
+from hfdcp_core.layout import Part, Target, TargetFile
+from hfdcp_core.operation import OPERAND_WINDOWS, WORKSPACE_BYTES, Operand, Operation, pull
 from hfdcp_core.recipe import Definition
 
 PLAN_VERSION = 1
@@ -62,11 +63,25 @@ class Copy:
     """Which box of a target tensor is filled, and from where."""
 
     tensor: int
-    """Index into `FilePlan.tensors`."""
+    """Index into `FilePlan.tensors`, and behind them into `FilePlan.operands`."""
     box: Box
     """The elements that are filled."""
     read: Read
     """Where they come from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """A tensor of the file that is made by an operation, or a part of such a tensor."""
+
+    tensor: int
+    """Index into `FilePlan.tensors`."""
+    operation: Operation
+    """How the whole tensor is made."""
+    at: tuple[int, ...]
+    """Where the part that lies in this file begins."""
+    operands: tuple[int, ...]
+    """Of each operand, the number that copies and pieces know it by: its index in tensors and operands together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +104,16 @@ class FilePlan:
     """The source files that are read, as they were when gathered."""
     window_bytes: int
     """How much of the file is made at a time."""
+    operands: tuple[tuple[str, TensorSpec], ...] = ()
+    """What operations work on: whole tensors of the source, of which copies fill as much as is needed."""
+    makings: tuple[Making, ...] = ()
+    """The tensors that operations make, in the order of the data."""
 
     @property
     def peak_bytes(self) -> int:
         """Bytes in flight while it is made, at most."""
-        return (BUFFERS + SCRATCH) * self.window_bytes
+        plain = (BUFFERS + SCRATCH) * self.window_bytes
+        return plain + OPERAND_WINDOWS * self.window_bytes + WORKSPACE_BYTES if self.makings else plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +159,11 @@ def reshard(source: Catalog, target: Target, *, window_bytes: int) -> Plan:
     problems: list[str] = []
     chosen: dict[str, list[Shard]] = {}
     wanted = {definition.fqn: definition for file in target.files for definition in file.tensors}
-    for definition in wanted.values():
-        found = _mismatches(definition, source, by_name)
+    for operand in dict.fromkeys(operand for definition in wanted.values() for operand in definition.operands):
+        found = _mismatches(operand, source, by_name)
         if not found:
-            chosen[definition.fqn], found = tile(definition.spec, by_name.get(definition.source, ()))
-        problems += [f"{definition.source}: {problem}" for problem in found]
+            chosen[operand.fqn], found = tile(operand.spec, by_name.get(operand.fqn, ()))
+        problems += [f"{operand.fqn}: {problem}" for problem in found]
     PlanError.raise_for("the checkpoint does not hold every wanted element exactly once", problems)
     stamps = {stamp.path: stamp for stamp in source.files}
     files = tuple(_file_plan(file, chosen, stamps, window_bytes) for file in target.files)
@@ -157,14 +177,14 @@ def _shards_by_name(source: Catalog) -> dict[str, list[Shard]]:
     return by_name
 
 
-def _mismatches(definition: Definition, source: Catalog, by_name: dict[str, list[Shard]]) -> list[str]:
-    spec = source.tensors.get(definition.source)
+def _mismatches(operand: Operand, source: Catalog, by_name: dict[str, list[Shard]]) -> list[str]:
+    spec = source.tensors.get(operand.fqn)
     if spec is None:
         return ["no such tensor in the checkpoint"]
-    problems = [] if spec == definition.spec else [f"is {spec}, but {definition.spec} is wanted"]
+    problems = [] if spec == operand.spec else [f"is {spec}, but {operand.spec} is wanted"]
     problems += [
         f"shard {shard.box} in {shard.span} is {shard.dtype}, the tensor is {spec.dtype}"
-        for shard in by_name.get(definition.source, ())
+        for shard in by_name.get(operand.fqn, ())
         if shard.dtype != spec.dtype
     ]
     return problems
@@ -269,12 +289,21 @@ def _left(piece: Box, shards: Iterable[Shard]) -> list[Box]:
 def _file_plan(
     file: TargetFile, chosen: dict[str, list[Shard]], stamps: dict[str, FileStamp], window_bytes: int
 ) -> FilePlan:
-    filled = [(n, part, shard) for n, part in enumerate(file.parts) for shard in chosen[part.definition.fqn]]
-    taken = [(n, part, shard, shared) for n, part, shard in filled if (shared := shard.box.intersect(part.box))]
-    shards = tuple(shard for _, _, shard, _ in taken)
+    plain = [(n, part.definition.source, part.box, part.box) for n, part in _parts(file, made=False)]
+    makings = _makings(file)
+    operands = [
+        (number, operand.fqn, box, Box.whole(operand.spec.shape))
+        for making in makings
+        for number, operand, box in zip(
+            making.operands, making.operation.operands, _pulled(making, file.parts[making.tensor]), strict=True
+        )
+    ]
+    wanted = [(n, shard, box, inside) for n, fqn, box, inside in (*plain, *operands) for shard in chosen[fqn]]
+    taken = [(n, shard, shared, inside) for n, shard, box, inside in wanted if (shared := shard.box.intersect(box))]
+    shards = tuple(shard for _, shard, _, _ in taken)
     copies = tuple(
-        Copy(position, shared.relative_to(part.box), _read(number, shard, shared))
-        for number, (position, part, shard, shared) in enumerate(taken)
+        Copy(position, shared.relative_to(inside), _read(number, shard, shared))
+        for number, (position, shard, shared, inside) in enumerate(taken)
     )
     return FilePlan(
         path=file.path,
@@ -285,7 +314,32 @@ def _file_plan(
         copies=copies,
         stamps=tuple(stamps[path] for path in sorted({shard.span.path for shard in shards} & stamps.keys())),
         window_bytes=window_bytes,
+        operands=tuple((o.fqn, o.spec) for making in makings for o in making.operation.operands),
+        makings=tuple(makings),
     )
+
+
+def _parts(file: TargetFile, *, made: bool) -> Iterator[tuple[int, Part]]:
+    """Yield the parts that operations make, or the others, and where they stand."""
+    return ((n, part) for n, part in enumerate(file.parts) if (part.definition.operation is not None) == made)
+
+
+def _makings(file: TargetFile) -> list[Making]:
+    makings, number = [], len(file.parts)
+    for n, part in _parts(file, made=True):
+        operation = part.definition.operation
+        assert operation is not None
+        count = len(operation.operands)
+        makings.append(Making(n, operation, part.box.offset, tuple(range(number, number + count))))
+        number += count
+    return makings
+
+
+def _pulled(making: Making, part: Part) -> tuple[Box, ...]:
+    """Return what a part is made from: the needed box of each operand."""
+    if not part.box.volume:
+        return tuple(Box((0,) * len(o.spec.shape), (0,) * len(o.spec.shape)) for o in making.operation.operands)
+    return pull(making.operation, part.box)
 
 
 def _read(number: int, shard: Shard, shared: Box) -> Read:
@@ -305,6 +359,11 @@ def _digest(source: Catalog, target: Target) -> str:
     """Hash what decides the output: the source's stamps, the headers, and which tensor is made of which."""
     digest = hashlib.sha256(f"hfdcp plan {PLAN_VERSION} {source.format} {stamps_digest(source.files)}\n".encode())
     for file in target.files:
-        digest.update(json.dumps([file.path, file.size, [(d.fqn, d.source) for d in file.tensors]]).encode())
+        digest.update(json.dumps([file.path, file.size, [_made_of(d) for d in file.tensors]]).encode())
         digest.update(file.header)
     return digest.hexdigest()
+
+
+def _made_of(definition: Definition) -> tuple[str, ...]:
+    how = (repr(definition.operation),) if definition.operation else ()
+    return (definition.fqn, definition.source, *how)

@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 
 from hfdcp_core.catalog import Catalog, Skipped, TensorSpec
 from hfdcp_core.errors import PlanError, UsageError
+from hfdcp_core.operation import Operand, Operation
 
 MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict", "model_state", "net", "network"})
 """Outer keys under which training code saves a model's state dict."""
@@ -51,7 +52,14 @@ class Definition:
     spec: TensorSpec
     """Its dtype and shape."""
     source: str
-    """Name of the source tensor whose elements it has."""
+    """Name of the source tensor whose elements it has, or the first of those that it is made from."""
+    operation: Operation | None = None
+    """How it is made, where it has not the bytes of its source."""
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The source tensors that it is made from."""
+        return self.operation.operands if self.operation else (Operand(self.source, self.spec),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import Shard, TensorSpec
 from hfdcp_core.dtypes import dtype_named
 from hfdcp_core.errors import PlanError
+from hfdcp_core.operation import grain
 from hfdcp_core.plan import Copy, FilePlan, row_major
 
 
@@ -45,10 +47,10 @@ class Lattice:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive bytes of one tensor that are one box of it."""
+    """Consecutive bytes of one tensor that are one box of it; or any box of an operand."""
 
     tensor: int
-    """Index into `FilePlan.tensors`."""
+    """Index into `FilePlan.tensors`, and behind them into `FilePlan.operands`."""
     box: Box
     """Which items, on the tensor's lattice."""
     nbytes: int
@@ -59,7 +61,15 @@ Window = tuple[Piece, ...]
 """Consecutive pieces of a file that are made together."""
 
 
-def windows(tensors: Iterable[TensorSpec], window_bytes: int) -> Iterator[Window]:
+def windows_of(plan: FilePlan) -> Iterator[Window]:
+    """Cut the data of a file into its windows, at the grain of the operations that make it where a window has room."""
+    grains = {making.tensor: grain(making.operation) for making in plan.makings}
+    return windows((spec for _, spec in plan.tensors), plan.window_bytes, grains=grains)
+
+
+def windows(
+    tensors: Iterable[TensorSpec], window_bytes: int, *, grains: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+) -> Iterator[Window]:
     """Cut the data of a file into windows of at most ``window_bytes`` (but at least one item each).
 
     >>> tensors = [TensorSpec("U8", (3, 4)), TensorSpec("U8", (2,))]
@@ -69,7 +79,7 @@ def windows(tensors: Iterable[TensorSpec], window_bytes: int) -> Iterator[Window
     window: list[Piece] = []
     size = 0
     for number, spec in enumerate(tensors):
-        for piece in _pieces(number, Lattice.of(spec.dtype, spec.shape), window_bytes):
+        for piece in _pieces(number, Lattice.of(spec.dtype, spec.shape), window_bytes, grains.get(number)):
             if window and size + piece.nbytes > window_bytes:
                 yield tuple(window)
                 window, size = [], 0
@@ -79,7 +89,7 @@ def windows(tensors: Iterable[TensorSpec], window_bytes: int) -> Iterator[Window
         yield tuple(window)
 
 
-def _pieces(tensor: int, lattice: Lattice, window_bytes: int) -> Iterator[Piece]:
+def _pieces(tensor: int, lattice: Lattice, window_bytes: int, step_of: tuple[int, ...] | None) -> Iterator[Piece]:
     """Cut a tensor along the first dimension whose rows fit a window; every dimension before it item by item."""
     shape = lattice.shape
     if lattice.nbytes == 0:
@@ -92,6 +102,8 @@ def _pieces(tensor: int, lattice: Lattice, window_bytes: int) -> Iterator[Piece]
         axis += 1
     row = math.prod(shape[axis + 1 :]) * lattice.itemsize
     step = max(1, window_bytes // row)
+    if step_of and step >= step_of[axis]:
+        step -= step % step_of[axis]
     for outer in itertools.product(*map(range, shape[:axis])):
         for start in range(0, shape[axis], step):
             rows = min(step, shape[axis] - start)
@@ -103,7 +115,7 @@ class Copies:
     """Finds the copies that meet a box of a tensor, without looking at all of them."""
 
     def __init__(self, plan: FilePlan) -> None:
-        self._tables = [_CopyTable(spec) for _, spec in plan.tensors]
+        self._tables = [_CopyTable(spec) for _, spec in (*plan.tensors, *plan.operands)]
         for copy in plan.copies:
             self._tables[copy.tensor].add(copy)
         for table in self._tables:

@@ -23,7 +23,7 @@ from hfdcp_core.box import Box
 from hfdcp_core.catalog import Catalog, FileStamp, ObjectItem, Shard, Skipped, Span, TensorSpec
 from hfdcp_core.errors import HfdcpError, ValidationError
 from hfdcp_core.manifest import Manifest
-from hfdcp_core.plan import Copy, FilePlan, Read, row_major
+from hfdcp_core.plan import Copy, FilePlan, Making, Read, row_major
 
 VERSION = 1
 """Version of all our documents; another one is refused by name."""
@@ -262,7 +262,10 @@ def load_catalog(raw: bytes) -> Catalog:
 
 def dump_file_plan(plan: FilePlan) -> bytes:
     """Write a file plan, compressed: a few bytes for each shard."""
-    plain = {name: encode(getattr(plan, name)) for name in ("path", "header", "size", "tensors", "stamps")}
+    plain = {
+        name: encode(getattr(plan, name))
+        for name in ("path", "header", "size", "tensors", "stamps", "operands", "makings")
+    }
     return _compress(
         "file plan",
         {**plain, "window_bytes": plan.window_bytes, "shards": _shard_table(plan.shards), "copies": _copy_table(plan)},
@@ -294,15 +297,18 @@ def load_file_plan(raw: bytes) -> FilePlan:
     try:
         shards = _shards(body["shards"])
         tensors = decode(tuple[tuple[str, TensorSpec], ...], body["tensors"])
+        operands = decode(tuple[tuple[str, TensorSpec], ...], body["operands"])
         return FilePlan(
             path=decode(str, body["path"]),
             header=decode(bytes, body["header"]),
             size=decode(int, body["size"]),
             tensors=tensors,
             shards=shards,
-            copies=_copies(body["copies"], [spec for _, spec in tensors], shards),
+            copies=_copies(body["copies"], [spec for _, spec in (*tensors, *operands)], shards),
             stamps=decode(tuple[FileStamp, ...], body["stamps"]),
             window_bytes=decode(int, body["window_bytes"]),
+            operands=operands,
+            makings=decode(tuple[Making, ...], body["makings"]),
         )
     except _BAD as error:
         raise ValidationError(f"not a readable file plan: {error}") from error
