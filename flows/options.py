@@ -171,7 +171,11 @@ def _packing(group: argparse._ArgumentGroup) -> argparse._MutuallyExclusiveGroup
 
 def _made(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--memory", metavar="SIZE", type=size, default=256 << 20, help="peak memory of the process (default: 256MiB)"
+        "--memory",
+        metavar="SIZE",
+        type=size,
+        default=0,
+        help="peak memory of the process (default: 256MiB; 1GiB where a storage is remote)",
     )
     group.add_argument(
         "--workers", metavar="N", type=count, default=0, help="output files in flight (default: one for each core)"

@@ -98,7 +98,10 @@ class Resources(BaseModel):
     """What the run may use of its machine."""
 
     memory_bytes: int = Field(
-        default=256 << 20, gt=0, title="Memory", description="Budget for the whole process, in bytes."
+        default=0,
+        ge=0,
+        title="Memory",
+        description="Budget for the whole process, in bytes; 0: 256 MiB, or 1 GiB where a storage is remote.",
     )
     workers: int = Field(default=0, ge=0, title="Workers", description="Output files in flight; 0: one for each core.")
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from typing import Any
@@ -48,6 +50,9 @@ from hfdcp_core.store_base import (
 
 PIECE_BYTES = 8 << 20
 """Bytes of one request; larger ones cost more time and memory for each byte."""
+
+PIECES_AT_ONCE = 8
+"""Pieces of one large read that are asked for at the same time."""
 
 READ_PAUSES_S = (0.05, 0.25, 1.0)
 """How long to wait before each further try of a piece that could not be read."""
@@ -147,15 +152,25 @@ class FsspecStore:
         return found
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` in pieces, each of which is tried a few times."""
+        """Fill ``buffer`` in pieces, several at once, each of which is tried a few times."""
         full = self._full(checked_path(path, self._url))
         whole = buffer.cast("B")
-        for offset in range(0, len(whole), PIECE_BYTES):
+
+        def fill(offset: int) -> None:
             piece = whole[offset : offset + PIECE_BYTES]
             piece[:] = self._read_piece(path, full, start + offset, len(piece))
 
+        offsets = range(0, len(whole), PIECE_BYTES)
+        if len(offsets) < 2:
+            deque(map(fill, offsets), maxlen=0)
+            return
+        with ThreadPoolExecutor(min(PIECES_AT_ONCE, len(offsets)), "hfdcp-pieces") as pool:
+            deque(pool.map(fill, offsets), maxlen=0)
+
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Return the bytes ``[start, stop)``."""
+        if start < stop <= start + PIECE_BYTES:
+            return self._read_piece(path, self._full(checked_path(path, self._url)), start, stop - start)
         data = bytearray(stop - start)
         self.read_into(path, start, memoryview(data))
         return bytes(data)

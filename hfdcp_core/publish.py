@@ -26,7 +26,7 @@ from hfdcp_core.errors import (
     UsageError,
     ValidationError,
 )
-from hfdcp_core.job import MEMORY_AT_START, Gathered, Job, Planned, PlannedFile
+from hfdcp_core.job import Gathered, Job, Planned, PlannedFile
 from hfdcp_core.layout import Target, lay_out, lay_out_for_ranks
 from hfdcp_core.locate import Located, locate, relocate, reopen
 from hfdcp_core.manifest import CONFIG_PATH, EXTRA_PATH, STATE_FOLDER, FileRecord, Manifest
@@ -186,7 +186,7 @@ def _planned(run: Run | None, summary: PlanSummary, plan: Plan, job: Job) -> Pla
         tensors=summary.tensors,
         nbytes=summary.nbytes,
         copies=sum(len(file.copies) for file in plan.files),
-        peak_bytes=MEMORY_AT_START + sum(peaks[: job.files_at_once]),
+        peak_bytes=job.start_bytes + sum(peak + job.remote_file_bytes for peak in peaks[: job.files_at_once]),
         tied=summary.tied,
     )
 

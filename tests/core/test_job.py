@@ -9,10 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfdcp_core.errors import UsageError, ValidationError
-from hfdcp_core.job import LARGEST_WINDOW, MEMORY_AT_START, SMALLEST_WINDOW, Job
+from hfdcp_core.job import (
+    AHEAD_MEMORY,
+    LARGEST_WINDOW,
+    REMOTE_AT_START,
+    REMOTE_MEMORY,
+    SMALLEST_WINDOW,
+    UPLOAD_MEMORY,
+    USUAL_MEMORY,
+    Job,
+)
 from hfdcp_core.plan import BUFFERS, SCRATCH
 
-JOB = Job("gs://bucket/step-1", "/out")
+JOB = Job("/steps/1", "/out")
 TEXT = st.text(max_size=6)
 JOBS = st.builds(
     Job,
@@ -69,11 +78,16 @@ def test_numbers_that_mean_nothing_are_refused(numbers: dict[str, int]) -> None:
         replace(JOB, **numbers)  # type: ignore[arg-type]
 
 
-@given(st.integers(0, 64 << 30), st.integers(1, 128))
-def test_all_windows_in_flight_keep_within_the_memory_or_the_job_says_how_much_it_takes(
-    memory_bytes: int, workers: int
+@given(
+    st.integers(1, 64 << 30),
+    st.integers(1, 128),
+    st.sampled_from(["/s", "gs://b/s"]),
+    st.sampled_from(["t", "s3://b/t"]),
+)
+def test_all_that_is_in_flight_keeps_within_the_memory_or_the_job_says_how_much_it_takes(
+    memory_bytes: int, workers: int, source: str, sink: str
 ) -> None:
-    job = replace(JOB, memory_bytes=memory_bytes, workers=workers)
+    job = replace(JOB, memory_bytes=memory_bytes, workers=workers, source=source, sink=sink)
     try:
         window = job.window_bytes
     except UsageError as error:
@@ -83,7 +97,7 @@ def test_all_windows_in_flight_keep_within_the_memory_or_the_job_says_how_much_i
         with pytest.raises(UsageError, match="too little"):
             _ = replace(job, memory_bytes=least - (1 << 20)).window_bytes
         return
-    assert MEMORY_AT_START + window * (BUFFERS + SCRATCH) * workers <= memory_bytes
+    assert job.start_bytes + (window * (BUFFERS + SCRATCH) + job.remote_file_bytes) * workers <= memory_bytes
     assert SMALLEST_WINDOW <= window <= LARGEST_WINDOW
     assert window % SMALLEST_WINDOW == 0
 
@@ -95,6 +109,27 @@ def test_more_memory_than_is_of_use_is_left() -> None:
 def test_files_are_made_one_for_each_core_that_we_may_use_unless_asked() -> None:
     assert JOB.files_at_once == len(os.sched_getaffinity(0))
     assert replace(JOB, workers=7).files_at_once == 7
+
+
+REMOTE = replace(JOB, source="gs://bucket/step", sink="gs://bucket/model")
+
+
+def test_a_remote_storage_takes_more_memory_unless_it_is_said_how_much() -> None:
+    assert (JOB.budget_bytes, REMOTE.budget_bytes) == (USUAL_MEMORY, REMOTE_MEMORY)
+    assert replace(REMOTE, memory_bytes=5 << 30).budget_bytes == 5 << 30
+    assert REMOTE.start_bytes == JOB.start_bytes + REMOTE_AT_START
+    assert REMOTE.remote_file_bytes == AHEAD_MEMORY + UPLOAD_MEMORY
+    assert replace(REMOTE, sink="out").remote_file_bytes == AHEAD_MEMORY
+    assert replace(REMOTE, source="in", also=("s3://b",)).remote_file_bytes == AHEAD_MEMORY + UPLOAD_MEMORY
+    assert replace(REMOTE, source="in").remote_file_bytes == UPLOAD_MEMORY
+
+
+def test_no_more_files_are_made_at_once_than_the_memory_is_enough_for() -> None:
+    assert replace(REMOTE, memory_bytes=500 << 20).files_at_once == 1
+    assert replace(REMOTE, memory_bytes=500 << 20).window_bytes == LARGEST_WINDOW
+    assert replace(REMOTE, memory_bytes=1 << 50).files_at_once == JOB.files_at_once
+    with pytest.raises(UsageError, match="at least"):
+        _ = replace(REMOTE, memory_bytes=500 << 20, workers=9).window_bytes
 
 
 def test_where_the_system_does_not_say_what_we_may_use_every_core_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,9 +170,10 @@ class TestFaultsOfReading:
         faults.add(Fault("read", nth=2, error=FOREIGN_ERRORS[StorageError]))
         assert store.read("f", 3, len(content)) == content[3:]
         reads = [(call.start, call.outcome) for call in faults.journal if call.operation == "read"]
-        failed, again = (PIECE_BYTES + 3, "ConnectionResetError"), (PIECE_BYTES + 3, "ok")
-        assert reads == [(3, "ok"), failed, again][: len(reads)]
-        assert len(reads) == 3
+        starts = sorted(start for start, outcome in reads if outcome == "ok")
+        failed = [start for start, outcome in reads if outcome != "ok"]
+        assert starts == [3, PIECE_BYTES + 3]
+        assert len(failed) == 1
 
     def test_a_file_that_vanishes_between_two_tries_is_not_found(self, faults: Faults) -> None:
         store = open_store(faults.url)
