@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hfdcp_core.dcp import (
         HuggingFaceStorageReader,
+        HuggingFaceStorageWriter,
         consolidate_safetensors_files,
         consolidate_safetensors_files_on_every_rank,
     )
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "HuggingFaceStorageReader",
+    "HuggingFaceStorageWriter",
     "__version__",
     "consolidate_safetensors_files",
     "consolidate_safetensors_files_on_every_rank",

@@ -267,9 +267,10 @@ def _shapes_stated(heads: list[_Head], reached: dict[str, TensorSpec], url: str)
         return reached
     silent = [f"{head.stamp.path} does not say which rank it is of" for head in heads if not head.info]
     counts = {info.ranks for info in stated.values()}
-    CorruptFile.raise_for(
-        f"{url}: files of several saves", silent or [f"of {n} ranks" for n in counts if len(counts) > 1]
-    )
+    saves = {info.save for info in stated.values()}
+    several = [f"of {n} ranks" for n in counts if len(counts) > 1]
+    several += [f"{path}: of save {info.save or '(none)'}" for path, info in stated.items() if len(saves) > 1]
+    CorruptFile.raise_for(f"{url}: files of several saves", silent or several)
     ranks = [info.rank for info in stated.values()]
     absent = [f"rank {r}: {shard_name(r)} is not there" for r in range(1, max(counts) + 1) if r not in ranks]
     IncompleteCheckpoint.raise_for(f"{url}: files of some ranks are absent", absent)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ from hfdcp_core.safetensors_file import (
     write_rank_info,
 )
 
+_SHARD_NAME = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
 METADATA: Mapping[str, str] = {"format": "pt"}
 """What loaders insist on in a header's ``__metadata__``."""
 
@@ -167,6 +169,25 @@ def lay_out_for_ranks(definitions: Iterable[Definition], *, ranks: int, dim: int
     return Target(_catalog(definitions, files), tuple(files), None, total)
 
 
+def lay_out_shards(groups: Mapping[str, Iterable[Part]], *, save: str, of: tuple[int, int] | None = None) -> Target:
+    """Lay out files of which each holds given boxes, as the ranks of a training hold them.
+
+    Args:
+        groups: The boxes of each file by its name; no file holds two boxes of one tensor.
+        save: What tells this save from another.
+        of: Which file, from 1, of how many the first one is, where these are not all files of the save; a count of 0
+            where nobody knows it.
+    """
+    first, count = of or (1, len(groups))
+    files = []
+    for number, (path, group) in enumerate(groups.items(), first):
+        parts = tuple(group)
+        files.append(_file(path, parts, _sharding(parts, rank=number, ranks=count, save=save)))
+    definitions = {part.definition.fqn: part.definition for file in files for part in file.parts}
+    total = sum(definition.spec.nbytes for definition in definitions.values())
+    return Target(_catalog(tuple(definitions.values()), files), tuple(files), None, total)
+
+
 def shard_name(rank: int, part: int = 1, count: int = 1) -> str:
     """Return what torch calls a file of a rank, counted from 1.
 
@@ -174,6 +195,15 @@ def shard_name(rank: int, part: int = 1, count: int = 1) -> str:
     'shard-00002-model-00001-of-00001.safetensors'
     """
     return f"shard-{rank:05d}-model-{part:05d}-of-{count:05d}.safetensors"
+
+
+def is_shard_name(path: str) -> bool:
+    """Whether a file is named as one of a rank's.
+
+    >>> is_shard_name("shard-00002-model-00001-of-00001.safetensors")
+    True
+    """
+    return _SHARD_NAME.fullmatch(path) is not None
 
 
 def torch_file_names(count: int) -> tuple[str, ...]:
@@ -203,16 +233,16 @@ def _slab(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Box:
     return Box(offset, (*shape[:axis], stop - start, *shape[axis + 1 :]))
 
 
-def _sharding(group: Iterable[Part], *, rank: int, ranks: int) -> Mapping[str, str]:
+def _sharding(group: Iterable[Part], *, rank: int, ranks: int, save: str = "") -> Mapping[str, str]:
     """Say in a header which boxes the file holds, for torch and for us."""
     parts = {part.definition.fqn: part for part in group}
     offsets = {fqn: {"saved_offsets": part.box.offset} for fqn, part in parts.items()}
-    info = RankInfo(rank, ranks, {fqn: part.definition.spec.shape for fqn, part in parts.items()})
+    info = RankInfo(rank, ranks, {fqn: part.definition.spec.shape for fqn, part in parts.items()}, save)
     return {
         SHARDING_INFO: json.dumps(offsets),
         "DCP_VERSION": "1.0",
         **METADATA,
-        RANK_INFO: write_rank_info(info),
+        **({RANK_INFO: write_rank_info(info)} if ranks else {}),
     }
 
 

@@ -55,6 +55,15 @@ class LocalUpload:
                 count = os.pwrite(self._fd, rest, self._written)
                 rest, self._written = rest[count:], self._written + count
 
+    @property
+    def temporary(self) -> Path:
+        """Where the file lies until it is committed; other processes of this machine may write to it."""
+        return self._temporary
+
+    def written_elsewhere(self) -> None:
+        """Take it that other processes have written all of the rest."""
+        self._written = self._size
+
     def commit(self) -> None:
         """Make the file durable, then visible.
 
@@ -68,6 +77,15 @@ class LocalUpload:
             self._temporary.replace(self._final)
             self._close()
             sync_folder(os.path.dirname(self._final))  # noqa: PTH120
+
+    def leave(self) -> str:
+        """Make the file durable and leave it under its temporary name, for another process to adopt; return that."""
+        if self._written != self._size:
+            raise ValidationError(f"{self._final}: {self._size} bytes were announced, {self._written} were written")
+        with os_faults(f"write {self._final}"):
+            os.fsync(self._fd)
+        self._close()
+        return str(self._temporary)
 
     def commit_new(self) -> bool:
         """Make a small file visible unless there is one of its name; return whether it was made."""

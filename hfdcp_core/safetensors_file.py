@@ -201,11 +201,14 @@ class RankInfo:
     """How many ranks have a file."""
     shapes: Mapping[str, tuple[int, ...]]
     """The whole shape of each tensor in the file."""
+    save: str = ""
+    """Which save it is of, where one process told all ranks; files of two saves are told apart by it."""
 
 
 def write_rank_info(info: RankInfo) -> str:
     """Write what `rank_info` reads."""
-    return json.dumps({"rank": info.rank, "ranks": info.ranks, "shapes": dict(info.shapes)})
+    of_save = {"save": info.save} if info.save else {}
+    return json.dumps({"rank": info.rank, "ranks": info.ranks, "shapes": dict(info.shapes), **of_save})
 
 
 def rank_info(header: Header, *, path: str) -> RankInfo | None:
@@ -226,6 +229,7 @@ def rank_info(header: Header, *, path: str) -> RankInfo | None:
         rank=_count(members.get("rank"), f"{where}: rank"),
         ranks=_count(members.get("ranks"), f"{where}: ranks"),
         shapes={fqn: _counts(shape, f"{where}: {fqn!r}") for fqn, shape in shapes.items()},
+        save=_texts({"save": members.get("save", "")}, where)["save"],
     )
     held = {entry.fqn: len(entry.shape) for entry in header.entries}
     if {fqn: len(shape) for fqn, shape in info.shapes.items()} != held or not 1 <= info.rank <= info.ranks:

@@ -10,6 +10,12 @@ is decided here: torch's plans are translated into boxes and spans, and their te
     shard_file   one file of shards, with the face of ``safetensors.safe_open``
     reader       HuggingFaceStorageReader
     consolidation  consolidate_safetensors_files, consolidate_safetensors_files_on_every_rank
+    orders       what each rank writes, and where
+    box_writer   a box of a tensor into its place in a file
+    output       the files while they are written
+    together     files that appear together
+    ranks        what ranks do in step
+    writer       HuggingFaceStorageWriter
 """
 
 from hfdcp_core.dcp.consolidation import (
@@ -17,9 +23,11 @@ from hfdcp_core.dcp.consolidation import (
     consolidate_safetensors_files_on_every_rank,
 )
 from hfdcp_core.dcp.reader import HuggingFaceStorageReader
+from hfdcp_core.dcp.writer import HuggingFaceStorageWriter
 
 __all__ = [
     "HuggingFaceStorageReader",
+    "HuggingFaceStorageWriter",
     "consolidate_safetensors_files",
     "consolidate_safetensors_files_on_every_rank",
 ]

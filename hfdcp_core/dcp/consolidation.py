@@ -134,7 +134,7 @@ def _consolidate(task: _Task, num_threads: int, ranks: Ranks) -> None:
         manifest = _manifest(catalog, plan, tuple(records))
         former = ranks.own(lambda: withdraw(sink) if ranks.rank == 0 else frozenset())
         ranks.own(held.commit)
-        ranks.own(lambda: complete(sink, manifest, plan.index, former) if ranks.rank == 0 else None)
+        ranks.own(lambda: complete(sink, manifest, plan.index or b"", former) if ranks.rank == 0 else None)
     finally:
         held.abort()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from hfdcp_core.dtypes import dtype_named
@@ -35,6 +37,16 @@ def torch_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] // packed) if packed > 1 and shape else shape
 
 
+def logical_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape, or an offset, that torch counts, in the elements of safetensors.
+
+    >>> logical_shape("F4", (3, 4)), logical_shape("F32", (3, 4))
+    ((3, 8), (3, 4))
+    """
+    packed = dtype_named(name).packed
+    return (*shape[:-1], shape[-1] * packed) if packed > 1 and shape else shape
+
+
 def memory_of(tensor: torch.Tensor) -> Array | None:
     """Return an array of unsigned integers over a tensor's own memory, or None where there is none to write into.
 
@@ -52,9 +64,34 @@ def memory_of(tensor: torch.Tensor) -> Array | None:
     return array
 
 
-def empty_like_stored(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a new CPU tensor of a safetensors dtype, of ``shape`` as torch counts it."""
-    return torch.empty(shape, dtype=torch_dtype(dtype))
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return a tensor's elements as row-major bytes: its own memory where that is so already, else a copy."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+def windows_of(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Cut a tensor into boxes of at most ``most_bytes`` (but at least one element), in row-major order.
+
+    Yields:
+        Where each box starts, and the box, as a view.
+
+    >>> [(at, tuple(part.shape)) for at, part in windows_of(torch.zeros(3, 2), 16)]
+    [((0, 0), (2, 2)), ((2, 0), (1, 2))]
+    """
+    if tensor.nbytes <= most_bytes or not tensor.dim():
+        if tensor.numel():
+            yield (0,) * tensor.dim(), tensor
+        return
+    row = tensor[0].nbytes
+    if row > most_bytes:
+        for index in range(len(tensor)):
+            for at, part in windows_of(tensor[index], most_bytes):
+                yield (index, *at), part.unsqueeze(0)
+        return
+    step = most_bytes // row
+    for start in range(0, len(tensor), step):
+        yield (start, *(0 for _ in tensor.shape[1:])), tensor[start : start + step]
 
 
 def keeps_values(stored: torch.dtype, wanted: torch.dtype) -> bool:

@@ -84,11 +84,11 @@ def _whole(sink: Sink, path: str) -> bytes:
     return sink.read(path, 0, sink.stat(path).size)
 
 
-def complete(sink: Sink, manifest: Manifest, index: bytes | None, former: Iterable[str]) -> None:
-    """Write what names the files, the manifest last, and remove those of the older output that it does not name."""
-    if index is not None:
-        sink.put(INDEX_PATH, index)
-    sink.put(MANIFEST_PATH, wire.dump_manifest(manifest))
-    for path in sorted({*former} - {record.path for record in manifest.files}):
+def complete(sink: Sink, manifest: Manifest | None, index: bytes, former: Iterable[str]) -> None:
+    """Write what names the files, the manifest last, and remove those of the older output that are not named."""
+    sink.put(INDEX_PATH, index)
+    if manifest is not None:
+        sink.put(MANIFEST_PATH, wire.dump_manifest(manifest))
+    for path in sorted({*former} - {*parse_index(index, path=INDEX_PATH).weight_map.values()}):
         sink.delete(path)
     sink.sweep()
