@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from typing import Any
 
+from fsspec.asyn import sync
 from fsspec.config import conf
 from fsspec.core import split_protocol, url_to_fs
 from fsspec.implementations.local import LocalFileSystem
@@ -131,7 +132,7 @@ class FsspecStore:
         full = self._full(checked_path(path, self._url))
         with self._faults("look at", path):
             self._fs.invalidate_cache()
-            info = self._fs.info(full)
+            info = _look(self._fs, full)
         if info["type"] != "file":
             raise StorageNotFound(f"cannot look at {self._shown(path)}: it is not a file")
         return self._stamp(path, info)
@@ -233,10 +234,15 @@ class FsspecStore:
         return True
 
     def read_whole(self, path: str) -> bytes:
-        """Return all of a small file; for the lease."""
-        with self._faults("read", path):
-            self._fs.invalidate_cache()
-            return bytes(self._fs.cat_file(self._full(path)))
+        """Return all of a small file, with one request."""
+        full = self._full(checked_path(path, self._url))
+
+        def fetch() -> bytes:
+            with self._faults("read", path):
+                self._fs.invalidate_cache()
+                return bytes(self._fs.cat_file(full))
+
+        return _patiently(fetch)
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
@@ -268,16 +274,10 @@ class FsspecStore:
         return hashlib.sha256(b"".join(self.read(path, *end) for end in sorted(ends))).hexdigest()[:16]
 
     def _read_piece(self, path: str, full: str, start: int, length: int) -> bytes:
-        began = time.monotonic()
-        for pause_s in READ_PAUSES_S:
-            try:
-                return self._fetch(path, full, start, length)
-            except StorageError as error:
-                if not error.retryable or time.monotonic() > began + PATIENCE_S:
-                    raise
-                self._refuse_beyond_the_end(path, start, length)
-            time.sleep(pause_s)
-        return self._fetch(path, full, start, length)
+        def refuse() -> None:
+            self._refuse_beyond_the_end(path, start, length)
+
+        return _patiently(lambda: self._fetch(path, full, start, length), after_failure=refuse)
 
     def _fetch(self, path: str, full: str, start: int, length: int) -> bytes:
         options = {"cache_type": "none"} if _opens_for_each_range(self._fs) else {}
@@ -299,6 +299,28 @@ class FsspecStore:
         if start + length > size:
             wanted = f"expected bytes [{start}, {start + length})"
             raise CorruptFile(f"{self._shown(path)}: {wanted}, found the end of the file at byte {size}")
+
+
+def _patiently(fetch: Callable[[], bytes], *, after_failure: Callable[[], None] = lambda: None) -> bytes:
+    """Read, and try again what may pass; ``after_failure`` may find that it will not."""
+    began = time.monotonic()
+    for pause_s in READ_PAUSES_S:
+        try:
+            return fetch()
+        except StorageError as error:
+            if not error.retryable or time.monotonic() > began + PATIENCE_S:
+                raise
+            after_failure()
+        time.sleep(pause_s)
+    return fetch()
+
+
+def _look(fs: AbstractFileSystem, full: str) -> Mapping[str, Any]:
+    """Look at one file. gcsfs itself would ask up to three times, to tell files from folders; only files count here."""
+    if hasattr(fs, "_get_object") and fs.async_impl:
+        found: Mapping[str, Any] = sync(fs.loop, fs._get_object, full)  # noqa: SLF001 - `info` where there is none
+        return found
+    return fs.info(full)  # type: ignore[no-any-return]  # fsspec has no types
 
 
 def _opens_for_each_range(fs: AbstractFileSystem) -> bool:

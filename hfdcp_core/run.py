@@ -144,8 +144,7 @@ class Run:
     def read(self, path: str) -> bytes | None:
         """Return a small file of the sink, or None where there is none."""
         try:
-            size = self.sink.stat(path).size
-            return self.sink.read(path, 0, size)
+            return self.sink.read_whole(path)
         except StorageNotFound:
             return None
 

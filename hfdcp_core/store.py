@@ -101,6 +101,14 @@ class Sink(Source, Protocol):
         """Write a small file at once: it is visible whole or not at all."""
         ...
 
+    def read_whole(self, path: str) -> bytes:
+        """Return all of a small file, with one request.
+
+        Raises:
+            StorageNotFound: There is none.
+        """
+        ...
+
     def delete(self, path: str) -> None:
         """Remove a file; nothing happens where there is none."""
         ...

@@ -15,6 +15,7 @@ import hashlib
 import importlib.metadata
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import safetensors
@@ -40,6 +41,8 @@ CHECKS = (
     "headers, sizes, records and index agree both ways",
 )
 """What holds where a manifest lies."""
+FILES_AT_ONCE = 8
+"""Files that are opened again at the same time: each takes a few requests, which wait for their round trips."""
 HASHED_BYTES = 4 << 20
 """How much is read at a time when a file is hashed again."""
 
@@ -74,16 +77,18 @@ def complete(run: Run, source: Source) -> Manifest:
 
 
 def _whole_records(run: Run, planned: PlanSummary) -> tuple[FileRecord, ...]:
-    records, problems = [], []
-    for number, file in enumerate(planned.files):
+    def look(number: int) -> tuple[FileRecord | None, list[str]]:
+        file = planned.files[number]
         record = run.record(planned.digest, file.path)
         if record is None:
-            problems.append(f"{file.path}: not whole (never finished, or changed since)")
-            continue
-        records.append(record)
-        problems += _reopen(run, file.path, run.file_plan(number).header, file.size)
+            return None, [f"{file.path}: not whole (never finished, or changed since)"]
+        return record, _reopen(run, file.path, run.file_plan(number).header, file.size)
+
+    with ThreadPoolExecutor(FILES_AT_ONCE, "hfdcp-validate") as pool:
+        found = list(pool.map(look, range(len(planned.files))))
+    problems = [problem for _, own in found for problem in own]
     ValidationError.raise_for(f"{run.sink.url}: what was written is not what was planned", problems)
-    return tuple(records)
+    return tuple(record for record, _ in found if record is not None)
 
 
 def _reopen(run: Run, path: str, header: bytes, size: int) -> list[str]:

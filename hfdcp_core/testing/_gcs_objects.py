@@ -2,13 +2,12 @@
 
 Only values and bytes: `hfdcp_core.testing.gcs_server` puts it behind HTTP. Where emulators depart from the documents
 and code could lean on it, this one keeps to them: preconditions hold, bytes of a resumable upload that are sent twice
-count once, and the last chunk may be sent again.
+count once, and the last chunk may be sent again. No object has an MD5, as those that were composed have none.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import itertools
 import json
 import re
@@ -157,7 +156,7 @@ class Buckets:
         generation = str(next(self._generations))
         document: Document = {
             "kind": "storage#object", "name": name, "bucket": bucket, "size": str(len(data)), "generation": generation,
-            "crc32c": crc32c, "etag": generation, "md5Hash": base64.b64encode(hashlib.md5(data).digest()).decode(),
+            "crc32c": crc32c, "etag": generation,
             "timeCreated": "2026-01-01T00:00:00.000Z", "updated": "2026-01-01T00:00:00.000Z",
         }  # fmt: skip
         self.objects[bucket][name] = StoredObject(data, document)
