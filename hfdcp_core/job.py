@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from hfdcp_core import wire
 from hfdcp_core.catalog import Skipped
 from hfdcp_core.errors import UsageError, ValidationError
+from hfdcp_core.manifest import Numerics
+from hfdcp_core.operation import OPERAND_WINDOWS, WORKSPACE_BYTES
 from hfdcp_core.plan import AHEAD_BYTES, BUFFERS, SCRATCH
+from hfdcp_core.quantization import Change, numerics_of
 
 _REPO = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9_][\w.-]*", re.ASCII)
 MEMORY_AT_START = 96 << 20
@@ -82,6 +85,16 @@ class Job:
     """URL of the model's config, or of a folder with a ``config.json``; empty to look beside the checkpoint."""
     untie: bool = False
     """Whether tensors that the config ties are all written, and the config says so."""
+    dtype: str = ""
+    """Dtype that floating tensors are cast to, as torch or safetensors names it; empty where they stay as saved."""
+    keep_dtype: tuple[str, ...] = ()
+    """Patterns of tensors that stay as saved all the same, by their saved or clean names."""
+    dequantize: bool = False
+    """Whether numbers with scales become plain ones, of ``dtype`` or bfloat16."""
+    quantize: str = ""
+    """How plain numbers get scales: ``fp8-block``, or empty for not at all."""
+    block_size: tuple[int, ...] = ()
+    """Rows and columns of a block that has a scale; empty for what the config or the shapes say."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""
@@ -101,6 +114,7 @@ class Job:
             raise UsageError("files for ranks are no model repository: they take no file index, and are not pushed")
         if len({self.source, *self.also}) <= len(self.also):
             raise UsageError("a place is named twice; --also names further ones than the source")
+        assert self.numerics is not None  # refuses what makes no sense together
 
     def to_json(self) -> str:
         """Write it as JSON."""
@@ -118,6 +132,21 @@ class Job:
         except (ValueError, RecursionError) as error:
             raise ValidationError(f"not a job: {error}") from error
         return wire.decode_as(cls, data)
+
+    @property
+    def numerics(self) -> Numerics:
+        """What is asked of the numbers.
+
+        Raises:
+            UsageError: It makes no sense.
+        """
+        return numerics_of(
+            dtype=self.dtype,
+            keep_dtype=self.keep_dtype,
+            dequantize=self.dequantize,
+            quantize=self.quantize,
+            block_size=self.block_size,
+        )
 
     @property
     def budget_bytes(self) -> int:
@@ -152,9 +181,11 @@ class Job:
             UsageError: The memory is less than the smallest windows take.
         """
         each = (self.budget_bytes - self.start_bytes) // self.files_at_once - self.remote_file_bytes
-        share = each // (BUFFERS + SCRATCH)
+        numeric = self.numerics.asked
+        beside, parts = (WORKSPACE_BYTES, OPERAND_WINDOWS) if numeric else (0, 0)
+        share = (each - beside) // (BUFFERS + SCRATCH + parts)
         if share < SMALLEST_WINDOW:
-            windows = SMALLEST_WINDOW * (BUFFERS + SCRATCH)
+            windows = SMALLEST_WINDOW * (BUFFERS + SCRATCH + parts) + beside
             least = self.start_bytes + self.files_at_once * (windows + self.remote_file_bytes)
             raise UsageError(
                 f"--memory of {self.budget_bytes} bytes is too little: at least {-(-least >> 20)} MiB are needed"
@@ -225,5 +256,7 @@ class Planned:
     """Boxes that move."""
     peak_bytes: int
     """Memory that the work takes at most, with everything that the command itself takes."""
+    changes: tuple[Change, ...] = ()
+    """What happens to numbers that do not stay as saved."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Tensors that are left out because the config ties them to another one of the same bytes: name and kept name."""

@@ -69,6 +69,31 @@ class FileRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Numerics:
+    """What is asked of the numbers: in which dtype they are written, and whether with scales."""
+
+    dtype: str = ""
+    """Safetensors name of the dtype that floating tensors are cast to; empty where they stay as saved."""
+    keep_dtype: tuple[str, ...] = ()
+    """Patterns of the tensors that stay as saved all the same."""
+    dequantize: bool = False
+    """Whether numbers with scales become plain ones."""
+    quantize: str = ""
+    """`FP8_BLOCK`, or empty for plain numbers."""
+    block_size: tuple[int, ...] = ()
+    """Rows and columns of a block that has a scale of its own; empty where the shapes say it."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether anything is."""
+        return bool(self.dtype or self.dequantize or self.quantize)
+
+
+FP8_BLOCK = "fp8-block"
+"""Quantise the matrices of linear layers to ``F8_E4M3``, with a scale for every block."""
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything that was written, and from what."""
 
@@ -102,6 +127,8 @@ class Manifest:
     """Versions of what wrote it."""
     checks: tuple[str, ...] = ()
     """What was checked before the manifest was written."""
+    numerics: Numerics = field(default_factory=Numerics)
+    """What was done to the numbers."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Tensors that were left out because the config ties them to another one of the same bytes: name and kept name."""
 

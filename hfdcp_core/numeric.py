@@ -25,10 +25,6 @@ Floats = npt.NDArray[np.float32]
 
 CHUNK = 1 << 16
 """Elements that are worked on at a time: with their temporaries they stay in a core's cache."""
-CASTABLE = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
-"""What can be cast into."""
-DECODABLE = CASTABLE | {"F8_E8M0"}
-"""What numbers can be read from."""
 LARGEST_E4M3 = 448.0
 """The largest number of ``F8_E4M3``."""
 

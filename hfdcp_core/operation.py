@@ -41,6 +41,11 @@ MXFP4_BYTES = 16
 """Bytes of one block of MXFP4, with two numbers in each."""
 MXFP4_NUMBERS = 2 * MXFP4_BYTES
 
+CASTABLE = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+"""Dtypes that numbers can be cast into."""
+DECODABLE = CASTABLE | {"F8_E8M0"}
+"""Dtypes that numbers can be read from."""
+
 OPERAND_WINDOWS = 4
 """Windows' worth of room for what operands hold: three for the numbers, one for their scales."""
 WORKSPACE_BYTES = 4 << 20

@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 
+from hfdcp_core import casting, extras, hub, quantization, recipe, tying
 from hfdcp_core import consolidate as consolidating
-from hfdcp_core import extras, hub, recipe, tying
 from hfdcp_core import validate as validating
 from hfdcp_core.catalog import Catalog
 from hfdcp_core.errors import (
@@ -138,11 +138,13 @@ def _plan(catalog: Catalog, source: Source, job: Job) -> tuple[PlanSummary, Plan
     rules = recipe.recipe_named(job.recipe)
     selection = recipe.select(catalog, include=job.include, exclude=job.exclude)
     definitions = recipe.define(catalog, selection.names, rules)
-    settled = tying.settle(catalog, source, definitions, job)
+    made = casting.settle(source, definitions, job)
+    settled = casting.configure(made, tying.settle(catalog, source, made.numbers.definitions, job))
     target = _target(settled.definitions, job, settled.file_index)
     plan = join(catalog, target, window_bytes=job.window_bytes)
-    skipped = tuple(entry.name for entry in selection.skipped)
-    return _summary(catalog, job, plan, settled, skipped), plan
+    skipped = tuple(entry.name for entry in (*selection.skipped, *made.numbers.skipped))
+    summary = _summary(catalog, job, plan, settled, skipped)
+    return replace(summary, numerics=made.numerics, changes=quantization.changes(settled.definitions)), plan
 
 
 def _target(definitions: tuple[recipe.Definition, ...], job: Job, file_index: Mapping[str, int] | None) -> Target:
@@ -187,6 +189,7 @@ def _planned(run: Run | None, summary: PlanSummary, plan: Plan, job: Job) -> Pla
         nbytes=summary.nbytes,
         copies=sum(len(file.copies) for file in plan.files),
         peak_bytes=job.start_bytes + sum(peak + job.remote_file_bytes for peak in peaks[: job.files_at_once]),
+        changes=summary.changes,
         tied=summary.tied,
     )
 
@@ -354,7 +357,8 @@ def _source_problems(job: Job, manifest: Manifest) -> tuple[str, ...]:
     catalog = found.catalog
     wanted = {name: number for number, record in enumerate(manifest.records, 1) for name in record.tensors}
     selection = recipe.select(catalog, include=manifest.include, exclude=manifest.exclude)
-    definitions = recipe.define(catalog, selection.names, recipe.recipe_named(manifest.recipe))
+    plain = recipe.define(catalog, selection.names, recipe.recipe_named(manifest.recipe))
+    definitions = quantization.settle(plain, manifest.numerics).definitions
     written = tuple(definition for definition in definitions if definition.fqn not in manifest.tied)
     target = _target(written, replace(job, ranks=manifest.ranks, shard_dim=manifest.shard_dim, repo=""), wanted)
     plan = join(catalog, target, window_bytes=job.window_bytes)

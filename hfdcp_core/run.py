@@ -25,8 +25,9 @@ from dataclasses import dataclass, field
 from hfdcp_core import wire
 from hfdcp_core.catalog import Catalog, FileStamp
 from hfdcp_core.errors import PlanError, SinkOccupied, StorageNotFound, ValidationError
-from hfdcp_core.manifest import INDEX_PATH, MANIFEST_PATH, STATE_FOLDER, FileRecord, Manifest
+from hfdcp_core.manifest import INDEX_PATH, MANIFEST_PATH, STATE_FOLDER, FileRecord, Manifest, Numerics
 from hfdcp_core.plan import FilePlan, Plan
+from hfdcp_core.quantization import Change
 from hfdcp_core.store import Sink
 
 _SOURCE = f"{STATE_FOLDER}/source.json"
@@ -87,6 +88,10 @@ class PlanSummary:
     """The config that belongs to the output, where it had to be changed."""
     keep_extra: bool
     """Whether entries that are no tensors are saved apart."""
+    numerics: Numerics = field(default_factory=Numerics)
+    """What is done to the numbers."""
+    changes: tuple[Change, ...] = ()
+    """The same, kind by kind, for a person."""
 
     @property
     def nbytes(self) -> int:

@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from hfdcp_core import json_text
 from hfdcp_core.errors import SourceError
 
 KEY = "tie_word_embeddings"
@@ -189,46 +190,6 @@ def untied(config: Config) -> bytes | None:
     if config.said and not config.claims:
         return None
     text = config.text
-    start = text.index("{")
     paths = config.said or [(KEY,)]  # where nothing is said, null may stand there
-    edits = [(span, "false") for path in paths for span in _values(text, start, path)]
-    edits = edits or [((start + 1, start + 1), _first_member(text, start))]
-    for (first, last), new in sorted(edits, reverse=True):
-        text = text[:first] + new + text[last:]
-    return text.encode()
-
-
-def _first_member(text: str, start: int) -> str:
-    """Return what says false at the top, in front of the members that are there, with their own white space."""
-    first = _skip_space(text, start + 1)
-    return f'{text[start + 1 : first]}"{KEY}": false{"" if text[first] == "}" else ","}'
-
-
-def _values(text: str, start: int, path: tuple[str, ...]) -> Iterator[tuple[int, int]]:
-    """Yield where the values lie that a path of keys leads to, in the object that begins at ``start``."""
-    for key, first, last in _members(text, start):
-        if key == path[0] and len(path) == 1:
-            yield first, last
-        elif key == path[0] and text[first] == "{":
-            yield from _values(text, first, path[1:])
-
-
-def _members(text: str, start: int) -> Iterator[tuple[object, int, int]]:
-    """Yield the members of a valid object: key, and where its value begins and ends."""
-    decoder = json.JSONDecoder()
-    position = start
-    while text[position] != "}":
-        first = _skip_space(text, position + 1)
-        if text[first] == "}":
-            return
-        key, colon = decoder.raw_decode(text, first)
-        value = _skip_space(text, _skip_space(text, colon) + 1)
-        _, end = decoder.raw_decode(text, value)
-        yield key, value, end
-        position = _skip_space(text, end)
-
-
-def _skip_space(text: str, position: int) -> int:
-    while text[position] in " \t\r\n":
-        position += 1
-    return position
+    edits = [(span, "false") for path in paths for span in json_text.values(text, json_text.top_of(text), path)]
+    return (json_text.edited(text, edits) if edits else json_text.inserted(text, KEY, "false")).encode()

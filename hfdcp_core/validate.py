@@ -233,6 +233,7 @@ def _manifest(planned: PlanSummary, records: tuple[FileRecord, ...], extra_files
         skipped=planned.skipped,
         tools={name: importlib.metadata.version(name) for name in ("hfdcp", "safetensors")},
         checks=CHECKS,
+        numerics=planned.numerics,
         tied=planned.tied,
     )
 

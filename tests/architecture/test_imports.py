@@ -23,7 +23,7 @@ LAYERS = ("hfdcp_core", "hfdcp_tasks", "hfdcp_flows")
 
 RANKS = (
     ("errors",),
-    ("dtypes", "box", "homes"),
+    ("dtypes", "box", "homes", "json_text"),
     ("catalog", "manifest", "picture"),
     ("distcp_scan", "distcp_zip", "numeric", "operation"),
     ("distcp_records", "operate"),
@@ -31,7 +31,8 @@ RANKS = (
     ("distcp_item", "distcp_metadata", "distcp_object"),
     ("safetensors_file", "distcp_file", "ops"),
     ("recipe", "distcp_tail"),
-    ("ties",),
+    ("ties", "quantization"),
+    ("quantization_config",),
     ("layout",),
     ("plan",),
     ("wire", "windows"),
@@ -53,6 +54,7 @@ RANKS = (
     ("fill", "read_ahead"),
     ("consolidate", "assets"),
     ("tying",),
+    ("casting",),
     ("validate", "inspection"),
     ("hub_client",),
     ("hub",),
