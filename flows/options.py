@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hfdcp_flows.typed import count, file_index, json_object, size
+from hfdcp_flows.typed import block, count, file_index, json_object, size
 
 
 def source(parser: argparse.ArgumentParser) -> None:
@@ -117,6 +117,45 @@ def beside(parser: argparse.ArgumentParser) -> None:
         "--keep-extra",
         action="store_true",
         help="save numbers, texts, lists and dictionaries of the checkpoint as hfdcp-extra.json, and push that too",
+    )
+
+
+def numbers(parser: argparse.ArgumentParser) -> None:
+    """In which dtype numbers are written, and whether with scales."""
+    group = parser.add_argument_group("numbers")
+    group.add_argument(
+        "--dtype",
+        metavar="NAME",
+        default="",
+        help="cast floating tensors to bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2 (default: "
+        "as saved)",
+    )
+    group.add_argument(
+        "--keep-dtype",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="leave these tensors as saved, with their scales; may be repeated",
+    )
+    either = group.add_mutually_exclusive_group()
+    either.add_argument(
+        "--dequantize",
+        action="store_true",
+        help="multiply fp8 and MXFP4 numbers with their scales, into --dtype (default here: bfloat16)",
+    )
+    either.add_argument(
+        "--quantize",
+        metavar="HOW",
+        default="",
+        help="fp8-block: matrices of linear layers become fp8 with a scale for every block of 128x128, and config.json "
+        "says so",
+    )
+    group.add_argument(
+        "--block-size",
+        metavar="RxC",
+        type=block,
+        default=(),
+        help="rows and columns of a block with a scale (default: what config.json says, or the shapes)",
     )
 
 

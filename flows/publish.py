@@ -79,6 +79,26 @@ class Layout(BaseModel):
     overwrite: bool = Field(default=False, title="Overwrite", description="Replace another output that the sink holds.")
 
 
+class Numbers(BaseModel):
+    """In which dtype numbers are written, and whether with scales."""
+
+    dtype: str = Field(
+        default="", title="Dtype", description="Cast floating tensors to this one, such as bfloat16; none: as saved."
+    )
+    keep_dtype: tuple[str, ...] = Field(
+        default=(), title="Keep dtype", description="Globs of names that stay as saved, with their scales."
+    )
+    dequantize: bool = Field(
+        default=False, title="Dequantize", description="Multiply fp8 and MXFP4 numbers with their scales."
+    )
+    quantize: str = Field(
+        default="", title="Quantize", description="fp8-block: linear layers become fp8 with scales; none: as they are."
+    )
+    block_size: tuple[int, ...] = Field(
+        default=(), title="Block size", description="Rows and columns of a block; none: what config or shapes say."
+    )
+
+
 class Repository(BaseModel):
     """Where on the Hub the output goes. The token is found as huggingface_hub finds it where the flow runs."""
 
@@ -108,7 +128,7 @@ class Resources(BaseModel):
 
 _NOTHING = ("world_size", "file_index")
 """Options that the form says by 0 or an empty mapping, as it has no good field for "nothing or a number"."""
-SELECTION, LAYOUT, REPOSITORY, RESOURCES = Selection(), Layout(), Repository(), Resources()
+SELECTION, NUMBERS, LAYOUT, REPOSITORY, RESOURCES = Selection(), Numbers(), Layout(), Repository(), Resources()
 
 
 @flow(name="publish", flow_run_name="publish-{repo}", persist_result=False)
@@ -118,6 +138,7 @@ def publish(
     *,
     sink: str,
     selection: Selection = SELECTION,
+    numbers: Numbers = NUMBERS,
     layout: Layout = LAYOUT,
     repository: Repository = REPOSITORY,
     resources: Resources = RESOURCES,
@@ -129,6 +150,7 @@ def publish(
         repo: Repository on the Hub, as owner/name; it is created private where there is none.
         sink: URL or path that the output is written to before it is pushed.
         selection: Which tensors are taken, and under which names.
+        numbers: In which dtype they are written, and whether with scales.
         layout: How the tensors are packed into files.
         repository: Where on the Hub the output goes.
         resources: What the run may use of its machine.
@@ -136,7 +158,7 @@ def publish(
     Returns:
         The receipt of the commit.
     """
-    job = job_of(source, repo, sink, groups=(selection, layout, repository, resources))
+    job = job_of(source, repo, sink, groups=(selection, numbers, layout, repository, resources))
     with session(), hold(job):
         gather(job)
         consolidate_each(job, reshard(job))
@@ -158,6 +180,7 @@ def parameters_of(job: Job) -> dict[str, Any]:
     """Return the parameters with which the flow does ``job``."""
     groups: dict[str, type[BaseModel]] = {
         "selection": Selection,
+        "numbers": Numbers,
         "layout": Layout,
         "repository": Repository,
         "resources": Resources,

@@ -13,6 +13,7 @@ from hfdcp_core.inspection import Inspection, Tensor, Wanted
 from hfdcp_core.job import Gathered, Job, Planned
 from hfdcp_core.manifest import MANIFEST_PATH, Manifest
 from hfdcp_core.picture import HOLE, OVERLAP, draw
+from hfdcp_core.quantization import Change
 from hfdcp_flows.screen import in_bytes
 
 WIDEST_NAME = 60
@@ -21,6 +22,8 @@ SHOWN_NAMES = 2
 """How many names are given before one stands for the rest."""
 SHOWN_TENSORS = 12
 """How many tensors are listed where many are."""
+SHOWN_OVERFLOWS = 5
+"""How many tensors with numbers too large are named."""
 SHOWN_SHARDS = 40
 """How many shards of one tensor are listed."""
 Document = Mapping[str, object]
@@ -171,6 +174,7 @@ def of_plan(gathered: Gathered, planned: Planned, job: Job) -> Answer:
         *gathered.said,
         *_notes(gathered.skipped, gathered.unproved),
         *_tied(planned.tied),
+        *map(_change, planned.changes),
         f"would write {files}, {size}, by {copies}, in at most {planned.peak_bytes >> 20} MiB of memory",
         *(f"  {file.path}  {in_bytes(file.size)}{'  (done)' if file.done else ''}" for file in planned.files),
         f"plan {planned.digest[:16]}",
@@ -191,6 +195,31 @@ def _files(number: int, ranks: int, dim: int) -> str:
 def _tied(tied: Mapping[str, str]) -> list[str]:
     """Say which tensors are left out because their bytes are there under another name."""
     return [f"left out {name}: tied to {kept}, and its bytes are the same" for name, kept in tied.items()]
+
+
+def _change(change: Change) -> str:
+    """Say what happens to numbers, and how much room that takes or saves.
+
+    >>> _change(Change("cast from F32 to BF16", 2, 4000, 2000))
+    '2 tensors cast from F32 to BF16: 4.0 KB become 2.0 KB'
+    """
+    what = f"{counted(change.tensors, 'tensor')} {change.what}"
+    return f"{what}: {in_bytes(change.before)} become {in_bytes(change.after)}"
+
+
+def _overflowed(manifest: Manifest) -> list[str]:
+    """Say of how many numbers not even the magnitude could be kept."""
+    counts: dict[str, int] = {}
+    for record in manifest.records:
+        for name, count in record.overflowed.items():
+            counts[name] = counts.get(name, 0) + count
+    if not counts:
+        return []
+    worst = sorted(counts, key=lambda name: (-counts[name], name))
+    shown = ", ".join(f"{name} {counts[name]}" for name in worst[:SHOWN_OVERFLOWS])
+    more = f" and {len(worst) - SHOWN_OVERFLOWS} more" if len(worst) > SHOWN_OVERFLOWS else ""
+    total = counted(sum(counts.values()), "number")
+    return [f"OVERFLOW: {total} too large for the dtype, so infinite now (or its largest): {shown}{more}"]
 
 
 def of_manifest(command: str, manifest: Manifest, job: Job, *, before: bool = False) -> Answer:
@@ -214,7 +243,7 @@ def of_manifest(command: str, manifest: Manifest, job: Job, *, before: bool = Fa
         lines.append(f"{job.source} gives the same today")
     if command == "validate" and job.repo:
         lines.append(f"{job.repo} on the Hub holds the same")
-    lines += _tied(manifest.tied)
+    lines += [*_tied(manifest.tied), *_overflowed(manifest)]
     if manifest.unproved:
         lines.append(f"not proved complete: {manifest.unproved}")
     return Answer(document, "\n".join(lines))

@@ -41,6 +41,18 @@ def count(text: str) -> int:
     return int(text)
 
 
+def block(text: str) -> tuple[int, ...]:
+    """Return rows and columns; a single number stands for both.
+
+    >>> block("128x64"), block("128")
+    ((128, 64), (128, 128))
+    """
+    found = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size of blocks; write for example 128 or 128x64")
+    return int(found[1]), int(found[2] or found[1])
+
+
 def json_object(text: str) -> Mapping[str, object]:
     """Return a JSON object, given as such or as ``@file``.
 
