@@ -90,20 +90,34 @@ class HuggingFaceStorageReader(FileSystemReader):
         options = {**(storage_options or {}), **({"token": token} if token else {})}
         if cast not in ("exact", "any", "never"):
             raise UsageError(f"cast={cast!r}: it is 'exact', 'any' or 'never'")
-        self._source: Source = open_store(path, storage_options=options)
+        self._opened: Source | None = open_store(path, storage_options=options)
         super().__init__(path=".")
         self.path = path
         self.thread_count = thread_count
         self.strict, self.cast, self.world_size = strict, cast, world_size
         self._options, self._group = options, process_group
-        self._budget = _Budget(memory_bytes)
+        self._memory_bytes, self._budget = memory_bytes, _Budget(memory_bytes)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave behind what is open: another process opens it again."""
+        return {**self.__dict__, "_opened": None, "_budget": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Take what `__getstate__` left."""
+        self.__dict__.update(state)
+        self._budget = _Budget(self._memory_bytes)
+
+    @property
+    def _source(self) -> Source:
+        if self._opened is None:
+            self._opened = open_store(self.path, storage_options=self._options)
+        return self._opened
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget what was read, and turn to another checkpoint where one is named."""
         super().reset(None)
         if checkpoint_id:
-            self._source = open_store(checkpoint_id, storage_options=self._options)
-            self.path = checkpoint_id
+            self.path, self._opened = checkpoint_id, None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -202,7 +202,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
 
     def _orders(self, ranks: Sequence[Boxes], *, near: bool) -> list[Order]:
         """Lay out the files; ``near``: all ranks see one disk."""
-        world = _world_size(len(ranks))
+        world = len(ranks) if self.use_collectives or not dist.is_initialized() else dist.get_world_size()
         together = len(ranks) == world
         if self._whole and together:
             target, orders = whole_target(ranks, mapping=self.fqn_to_index_mapping, max_file_size=self.max_file_size)
@@ -320,11 +320,6 @@ def _tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     if not isinstance(data, torch.Tensor):
         raise PlanError(f"{item.index.fqn}: planned as a tensor, the planner gives {type(data).__name__}")
     return data.detach()
-
-
-def _world_size(known: int) -> int:
-    """Return how many ranks save, of which the plans of some are known."""
-    return max(known, dist.get_world_size() if dist.is_available() and dist.is_initialized() and known == 1 else known)
 
 
 def _results(
