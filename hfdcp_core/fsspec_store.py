@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from fsspec.asyn import sync
@@ -32,6 +33,7 @@ from hfdcp_core.fsspec_upload import (
     is_left_behind,
     temporary_name,
 )
+from hfdcp_core.gcs_layout import settled
 from hfdcp_core.gcs_upload import GcsUpload, can_stream
 from hfdcp_core.lease import hold_lease
 from hfdcp_core.storage_options import merged_options, texts
@@ -95,7 +97,7 @@ class FsspecStore:
 
     def __init__(self, fs: AbstractFileSystem, root: str, *, url: str = "") -> None:
         """Take the filesystem as it is; ``url`` is how people write its ``root``."""
-        self._fs = fs
+        self._opened = fs
         self._root = root.rstrip("/")
         self._url = url or without_secrets(fs.unstrip_protocol(self._root))
         self._secrets = texts(getattr(fs, "storage_options", {}))
@@ -103,6 +105,11 @@ class FsspecStore:
 
     def __repr__(self) -> str:
         return f"FsspecStore({self._url!r})"
+
+    @cached_property
+    def _fs(self) -> AbstractFileSystem:
+        with self._faults("open", ""):
+            return settled(self._opened, self._root)
 
     @property
     def url(self) -> str:
@@ -112,7 +119,7 @@ class FsspecStore:
     @property
     def remote(self) -> bool:
         """Whether requests cost round trips: all filesystems count as remote but those of this machine."""
-        return not isinstance(self._fs, LocalFileSystem | MemoryFileSystem)
+        return not isinstance(self._opened, LocalFileSystem | MemoryFileSystem)
 
     def list(self, folder: str = "") -> Listing:
         """List one folder with one request."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
 import json
 import mmap
 import sys
@@ -25,6 +24,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any
 
+import aiohttp
 from awscrt import checksums
 from fsspec.asyn import sync
 from fsspec.spec import AbstractFileSystem
@@ -35,6 +35,7 @@ from hfdcp_core.fsspec_upload import UploadTarget, require_whole
 CHUNK_BYTES = 16 << 20
 """Each chunk waits for a round trip and the storage's own commit: smaller ones lose time, larger ones take memory."""
 _CHUNK_UNIT = 256 << 10
+_STEP_BYTES = 256 << 10
 _TRIES = 8  # of a chunk that is not kept, or whose reply does not come in time
 
 
@@ -156,33 +157,27 @@ class GcsUpload:
         raise ConnectionError(f"bytes {start} to {stop} were sent {_TRIES} times, and not kept")
 
 
-class _Body(io.RawIOBase):
-    """Bytes as a file that can be sent again: aiohttp copies what it cannot send at once of any other kind of body."""
+class _Body(aiohttp.payload.Payload):
+    """Bytes that go out in small steps, as often as asked.
+
+    aiohttp copies what cannot be sent at once of bytes, reads 64 KiB of a file at a time in another thread, and cannot
+    send an iterator twice.
+    """
 
     def __init__(self, data: memoryview) -> None:
-        super().__init__()
-        self._data, self._at = data, 0
+        super().__init__(data, content_type="application/octet-stream")
+        self._data = data
+        self._size = len(data)
 
-    def readable(self) -> bool:
-        return True
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """Return it as text, as the base class wants."""
+        return str(self._data, encoding, errors)
 
-    def seekable(self) -> bool:
-        return True
+    async def write(self, writer: aiohttp.abc.AbstractStreamWriter) -> None:
+        """Send all of it."""
+        await self.write_with_length(writer, None)
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int = -1) -> memoryview:
-        """Return a view, which spares a copy; aiohttp takes any buffer."""
-        stop = len(self._data) if size < 0 else min(self._at + size, len(self._data))
-        part, self._at = self._data[self._at : stop], stop
-        return part
-
-    def close(self) -> None:
-        """Stay open: aiohttp closes what it sent, and gcsfs may send it again."""
-        self._at = 0
+    async def write_with_length(self, writer: aiohttp.abc.AbstractStreamWriter, content_length: int | None) -> None:
+        """Send all of it, or its first bytes."""
+        for start in range(0, len(self._data) if content_length is None else content_length, _STEP_BYTES):
+            await writer.write(self._data[start:content_length][:_STEP_BYTES])

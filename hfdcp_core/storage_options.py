@@ -48,7 +48,12 @@ def _defaults(protocol: str, chosen: Mapping[str, object]) -> dict[str, object]:
             _spare_the_layout_probe()
         # aiohttp's own limit is 300 s for a whole request, and gcsfs never retries a timeout.
         patience = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
-        return {"use_listings_cache": False, "retry_timeout": 5.0, "requests_timeout": patience}
+        return {
+            "use_listings_cache": False,
+            "retry_timeout": 5.0,
+            "requests_timeout": patience,
+            "finalize_on_close": True,  # zonal buckets would leave what is written open for more
+        }
     if protocol in {"s3", "s3a"}:
         theirs = chosen.get("config_kwargs")
         wider = {"max_pool_connections": 32, "read_timeout": 60}

@@ -39,7 +39,7 @@ RANKS = (
     ("tiling",),
     ("fetches",),
     ("job",),
-    ("storage_options", "descriptors", "lease", "store_base", "zstd_stream"),
+    ("storage_options", "gcs_layout", "descriptors", "lease", "store_base", "zstd_stream"),
     ("file_lock", "fsspec_upload"),
     ("local_upload", "gcs_upload"),
     ("local_store", "fsspec_store"),
@@ -79,7 +79,7 @@ PARTS = {
     },
     "store": {
         *("storage_options", "descriptors", "lease", "store_base", "file_lock"),
-        *("local_upload", "local_store", "fsspec_upload", "gcs_upload", "fsspec_store"),
+        *("local_upload", "local_store", "fsspec_upload", "gcs_layout", "gcs_upload", "fsspec_store"),
     },
     "hub": {"hub_client"},
 }
