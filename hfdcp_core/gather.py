@@ -27,6 +27,7 @@ from hfdcp_core.gather_dcp import gather_dcp, metadata_files
 from hfdcp_core.homes import METADATA
 from hfdcp_core.layout import shard_name
 from hfdcp_core.manifest import INDEX_PATH
+from hfdcp_core.read import same_bytes
 from hfdcp_core.safetensors_file import (
     Header,
     Index,
@@ -37,14 +38,12 @@ from hfdcp_core.safetensors_file import (
     rank_info,
     sharding_info,
 )
-from hfdcp_core.store import Listing, Source
+from hfdcp_core.store import Listing, Source, url_of
 
 HEADS_IN_FLIGHT = 8
 """Headers that are read at once."""
 SHARDED = "sharded"
 """Folder in which torch's writer leaves the shards that it consolidates."""
-COMPARED_BYTES = 4 << 20
-"""How much of two shards of one box is held in memory while they are compared."""
 _SERIES = re.compile(r"(?P<stem>.*-)\d+-of-(?P<count>\d+)(?P<end>\.safetensors)")
 _SHARD_NAME = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 
@@ -112,7 +111,7 @@ def _read_heads(source: Source, stamps: Iterable[FileStamp]) -> list[_Head]:
 
 
 def _read_head(source: Source, stamp: FileStamp) -> _Head:
-    where = f"{source.url}/{stamp.path}"
+    where = f"{url_of(source, stamp.path)}/{stamp.path}"
     if stamp.size < 8:
         raise CorruptFile(f"{where}: {stamp.size} bytes are no safetensors file")
     length = header_length(source.read(stamp.path, 0, 8), path=where)
@@ -212,7 +211,8 @@ def _hold_scalars_against_shards(source: Source, catalog: Catalog) -> None:
         [
             f"{part.fqn}: in {scalars[part.fqn].span} and in {part.span}"
             for part in parts
-            if part.dtype != scalars[part.fqn].dtype or not _equal_bytes(scalars[part.fqn].span, part.span, source)
+            if part.dtype != scalars[part.fqn].dtype
+            or not same_bytes(source, scalars[part.fqn].span, source, part.span)
         ],
     )
 
@@ -288,23 +288,13 @@ def _without_equal_replicas(shards: list[Shard], source: Source) -> list[Shard]:
     problems = []
     for shard in shards:
         first = kept.setdefault((shard.fqn, shard.box), shard)
-        if first is not shard and shard.box.volume and not _equal_bytes(first.span, shard.span, source):
+        if first is not shard and shard.box.volume and not same_bytes(source, first.span, source, shard.span):
             problems.append(f"{shard.fqn}{shard.box}: different bytes in {first.span} and {shard.span}")
     CorruptFile.raise_for(
         f"{source.url}: files hold the same part of a tensor with different values (left over from another save?)",
         problems,
     )
     return list(kept.values())
-
-
-def _equal_bytes(one: Span, other: Span, source: Source) -> bool:
-    for start in range(0, one.length, COMPARED_BYTES):
-        stop = min(start + COMPARED_BYTES, one.length)
-        if source.read(one.path, one.start + start, one.start + stop) != source.read(
-            other.path, other.start + start, other.start + stop
-        ):
-            return False
-    return True
 
 
 # ---- is everything there? -------------------------------------------------------------------------------------------

@@ -23,12 +23,13 @@ from dataclasses import dataclass, replace
 from hfdcp_core import extras, homes
 from hfdcp_core import gather as gathering
 from hfdcp_core.catalog import Catalog
+from hfdcp_core.copies import settle
 from hfdcp_core.errors import CorruptFile, IncompleteCheckpoint, SourceError, StorageNotFound, UnknownFormat
 from hfdcp_core.homes import Folder, Home
 from hfdcp_core.job import Job
 from hfdcp_core.run import Pinned
 from hfdcp_core.store import Source, open_store
-from hfdcp_core.union import Union, below, settle
+from hfdcp_core.union import Union, below
 
 DEPTH = 3
 """How many folders deep a checkpoint is looked for."""
@@ -96,7 +97,7 @@ def _latest(source: Source, search: _Search, job: Job) -> Located | None:
         if len(complete) > 1:
             raise _several(source.url, [candidate for candidate, _ in complete])
         for candidate, found in complete:
-            return replace(found, said=(*said, f"latest complete step: {candidate}"))
+            return replace(found, said=(*said, f"latest complete step: {candidate}", *found.said))
     IncompleteCheckpoint.raise_for(f"{source.url}: no step is complete", said)
     return None
 
@@ -104,7 +105,7 @@ def _latest(source: Source, search: _Search, job: Job) -> Located | None:
 def reopen(job: Job, pinned: Pinned) -> Source:
     """Open the source that was located for this job."""
     stores = [below(open_store(url), pinned.folder) for url in (job.source, *job.also)]
-    return Union(stores, pinned.holders) if job.also else stores[0]
+    return Union(stores, pinned.holders, pinned.elsewhere) if job.also else stores[0]
 
 
 def relocate(job: Job, pinned: Pinned) -> Located:
@@ -133,30 +134,34 @@ def _named(job: Job) -> Source:
     return Union(stores)
 
 
-def _opened(source: Source, folder: str) -> Source:
+def _opened(source: Source, folder: str) -> tuple[Source, tuple[str, ...]]:
     """Open the folder that was chosen: of several places, with the copies of its files that count."""
     if isinstance(source, Union):
-        return settle(Union([below(place, folder) for place in source.places]))
-    return below(source, folder)
+        settled = settle(Union([below(place, folder) for place in source.places]))
+        return settled.union, settled.said
+    return below(source, folder), ()
 
 
 def _gathered(source: Source, folder: str, job: Job, said: tuple[str, ...]) -> Located:
-    return _listed(_opened(source, folder), folder, job, said)
+    found, of_copies = _opened(source, folder)
+    return _listed(found, folder, job, (*said, *of_copies))
 
 
 def _listed(found: Source, folder: str, job: Job, said: tuple[str, ...]) -> Located:
     catalog = extras.look_into(gathering.gather(found, world_size=job.world_size), found, every=job.keep_extra)
-    holders = {stamp.path: found.holder(stamp.path) for stamp in catalog.files} if isinstance(found, Union) else {}
-    return Located(found, catalog, Pinned(folder, holders), said)
+    if not isinstance(found, Union):
+        return Located(found, catalog, Pinned(folder), said)
+    holders = {stamp.path: found.holder(stamp.path) for stamp in catalog.files}
+    return Located(found, catalog, Pinned(folder, holders, found.elsewhere), said)
 
 
 def _attempt(source: Source, candidate: Candidate, job: Job) -> Located | str:
     """Gather a step, or say why it is not complete."""
     if candidate.home.verdict != "checkpoint":
         return candidate.home.advice or candidate.home.kind
-    found = _opened(source, candidate.folder)  # places that contradict each other are no unfinished step
+    found, said = _opened(source, candidate.folder)  # places that contradict each other are no unfinished step
     try:
-        return _listed(found, candidate.folder, job, ())
+        return _listed(found, candidate.folder, job, said)
     except (IncompleteCheckpoint, CorruptFile) as error:
         return "; ".join([error.message, *error.problems[:3]])
 

@@ -24,12 +24,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hfdcp_core.catalog import RAW, TORCH_SAVE_ZSTD, Shard
+from hfdcp_core.catalog import RAW, TORCH_SAVE_ZSTD, Shard, Span
 from hfdcp_core.distcp_file import TorchItem, read_item
 from hfdcp_core.errors import CorruptFile
 from hfdcp_core.manifest import CrcPart, SourceCheck
 from hfdcp_core.ops import combine_parts, crc32
-from hfdcp_core.store import Source
+from hfdcp_core.store import Source, url_of
 from hfdcp_core.windows import Lattice, Strides
 from hfdcp_core.zstd_stream import ZstdStream
 
@@ -40,6 +40,8 @@ Fetch = Callable[[int, memoryview], None]
 SPARSE = 16
 """A strided box is read with the bytes between its elements unless those are more than so many times its own."""
 
+COMPARED_BYTES = 4 << 20
+"""How much of two spans is held in memory while they are compared."""
 MOST_OVERHEAD = 64 << 20
 """How much more than its elements a compressed item may hold: the archive around them, and the rest of a storage."""
 
@@ -101,7 +103,7 @@ def open_payload(source: Source, shard: Shard, *, scratch: memoryview, in_order:
     Raises:
         CorruptFile: What lies there is not the shard that the checkpoint describes.
     """
-    where = f"{source.url}: {shard}"
+    where = _where(source, shard)
     if shard.encoding == RAW:
         return _Plain(_Stored(_fetch_from(source, shard), where, str(shard.span)))
     item, fetch = open_item(source, shard)
@@ -124,7 +126,7 @@ def open_item(source: Source, shard: Shard) -> tuple[TorchItem, Fetch]:
         UnsafePickle: It is something else than a plain dense tensor.
         UnknownDtype: safetensors cannot hold its dtype.
     """
-    where, span = f"{source.url}: {shard}", shard.span
+    where, span = _where(source, shard), shard.span
 
     def read(start: int, stop: int) -> bytes:
         return source.read(span.path, span.start + start, span.start + stop)
@@ -140,6 +142,30 @@ def open_item(source: Source, shard: Shard) -> tuple[TorchItem, Fetch]:
         found = f"{item.dtype}{list(item.shape)}"
         raise CorruptFile(f"{where}: the item holds {found}, expected {shard.dtype}{list(shard.box.shape)}")
     return item, fetch
+
+
+def check_item(source: Source, shard: Shard, *, scratch: memoryview) -> None:
+    """Read the payload of a shard's item once, a scratch full at a time, and hold it against the CRC-32 it states.
+
+    Raises:
+        CorruptFile: It is another one, or what lies there is not the shard that the checkpoint describes.
+    """
+    item, fetch = open_item(source, shard)
+    _verify(_Stored(_behind(fetch, item.start), _where(source, shard), str(shard.span), item), scratch)
+
+
+def same_bytes(source: Source, span: Span, other: Source, copy: Span) -> bool:
+    """Whether two spans, perhaps of two stores, hold the same bytes."""
+    for start in range(0, span.length, COMPARED_BYTES):
+        stop = min(start + COMPARED_BYTES, span.length)
+        one = source.read(span.path, span.start + start, span.start + stop)
+        if one != other.read(copy.path, copy.start + start, copy.start + stop):
+            return False
+    return span.length == copy.length
+
+
+def _where(source: Source, shard: Shard) -> str:
+    return f"{url_of(source, shard.span.path, shard.span.start)}: {shard}"
 
 
 def _lattice(shard: Shard) -> Lattice:

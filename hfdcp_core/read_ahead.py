@@ -17,7 +17,7 @@ from typing import Self
 from hfdcp_core.catalog import FileStamp
 from hfdcp_core.errors import HfdcpError
 from hfdcp_core.fetches import Fetch
-from hfdcp_core.store import Listing, Source
+from hfdcp_core.store import Listing, Source, url_of
 
 IN_FLIGHT = 16
 """Requests at the same time, where the budget allows so many."""
@@ -43,6 +43,10 @@ class ReadAhead:
     def url(self) -> str:
         """Where the source is."""
         return self._source.url
+
+    def url_of(self, path: str, start: int) -> str:
+        """Return where a byte of a file comes from."""
+        return url_of(self._source, path, start)
 
     @property
     def remote(self) -> bool:

@@ -119,6 +119,8 @@ class Pinned:
     """The folder that holds it, relative to every place that was named; empty where that is the place itself."""
     holders: Mapping[str, int] = field(default_factory=dict)
     """Of a checkpoint in several places: the number of the place, from 0, that each file is read from."""
+    elsewhere: Mapping[str, tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
+    """Spans of files that are read from another place: start, stop, and the place's number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,18 @@ from hfdcp_core.local_store import LocalStore
 from hfdcp_core.storage_options import configure, configured
 from hfdcp_core.store_base import Listing, os_faults, refuse_mangled_url
 
-__all__ = ["Listing", "LocalStore", "Sink", "Source", "Upload", "configure", "configured", "open_store", "os_faults"]
+__all__ = [
+    "Listing",
+    "LocalStore",
+    "Sink",
+    "Source",
+    "Upload",
+    "configure",
+    "configured",
+    "open_store",
+    "os_faults",
+    "url_of",
+]
 
 
 class Source(Protocol):
@@ -157,6 +168,12 @@ def open_store(url: str | os.PathLike[str], *, storage_options: Mapping[str, obj
     from hfdcp_core.fsspec_store import open_fsspec_store
 
     return open_fsspec_store(address, storage_options or {})
+
+
+def url_of(source: Source, path: str, start: int = 0) -> str:
+    """Return the URL of the place that a byte of a file is read from: where a source joins several, that one's."""
+    find = getattr(source, "url_of", None)
+    return source.url if find is None else str(find(path, start))
 
 
 def _absolute(path: str, url: str) -> str:

@@ -47,7 +47,7 @@ RANKS = (
     ("state",),
     ("run",),
     ("read", "recipe_sources", "union", "extras"),
-    ("examine", "replicas"),
+    ("examine", "replicas", "copies"),
     ("gather_dcp",),
     ("gather",),
     ("locate",),

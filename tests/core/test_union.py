@@ -15,11 +15,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.numpy import save
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
+from hfdcp_core.copies import settle as settle_all
 from hfdcp_core.distcp_file import read_metadata
 from hfdcp_core.errors import CorruptFile, IncompleteCheckpoint, StorageNotFound
+from hfdcp_core.examine import examine
 from hfdcp_core.gather import gather
 from hfdcp_core.store import Sink, open_store
-from hfdcp_core.union import Below, Union, below, settle
+from hfdcp_core.union import Below, Union, below
 
 DISTCP, OTHER = "__0_0.distcp", "__1_0.distcp"
 SHARD = "shard-0000{}-model-00001-of-00001.safetensors"
@@ -36,6 +38,10 @@ def place(files: Files) -> Sink:
 
 def union(*places: Files) -> Union:
     return Union([place(files) for files in places])
+
+
+def settle(joined: Union) -> Union:
+    return settle_all(joined).union
 
 
 def saved(folder: Path, fill: float) -> Files:
@@ -86,6 +92,11 @@ def payload(files: Files, fqn: str) -> tuple[int, int]:
     found = read_metadata(files[".metadata"], path="x")
     span = next(shard.span for shard in found.shards if shard.fqn == fqn)
     return span.start, span.stop
+
+
+def span_of(files: Files, fqn: str) -> str:
+    start, stop = payload(files, fqn)
+    return f"{DISTCP}[{start}:{stop}]"
 
 
 def flipped(raw: bytes, at: int) -> bytes:
@@ -192,11 +203,56 @@ def test_a_stale_file_of_the_same_length_is_refused_wherever_it_stands(one: File
         assert all(each.url in caught.value.problems[0] for each in joined.places)
 
 
-def test_checksums_tell_the_copies_apart_without_reading_all_of_them(one: Files) -> None:
-    """A flipped byte in a payload leaves the directories equal: whoever reads it finds it, by the same checksum."""
+@pytest.fixture(params=["payload", "directory"])
+def damaged(request: pytest.FixtureRequest, one: Files) -> bytes:
+    """A copy of the right length, of which the item of ``w`` is damaged: in its elements, or where it is described."""
     start, stop = payload(one, "w")
-    damaged = {DISTCP: flipped(one[DISTCP], (start + stop) // 2)}
-    assert settle(union(one, damaged)).holder(DISTCP) == 0
+    return flipped(one[DISTCP], (start + stop) // 2 if request.param == "payload" else stop - 20)
+
+
+@pytest.mark.parametrize("place_of_sound", [0, 1, 2])
+def test_each_item_is_taken_from_where_it_is_sound(one: Files, damaged: bytes, place_of_sound: int) -> None:
+    copies: list[Files] = [{".metadata": one[".metadata"], DISTCP: damaged} for _ in range(3)]
+    copies[place_of_sound] = one
+    settled = settle_all(union(*copies))
+    catalog = gather(settled.union)
+    assert examine(catalog, settled.union) == ()
+    places = [each.url for each in settled.union.places]
+    assert settled.said == tuple(
+        f"{place}: w[0:64, 0:32] in {span_of(one, 'w')} is damaged; taken from {places[place_of_sound]}"
+        for place in places[:place_of_sound]
+    )
+    reopened = Union(settled.union.places, {DISTCP: settled.union.holder(DISTCP)}, settled.union.elsewhere)
+    assert examine(catalog, reopened) == ()
+
+
+def test_every_copy_may_be_damaged_in_an_item_of_its_own(one: Files) -> None:
+    middles = [sum(payload(one, name)) // 2 for name in ("w", "t")]
+    copies = [{**one, DISTCP: flipped(one[DISTCP], at)} for at in middles]
+    settled = settle_all(union(*copies))
+    assert examine(gather(settled.union), settled.union) == ()
+    whole = settled.union.read(DISTCP, 0, len(one[DISTCP]))  # one read across both places
+    assert whole == one[DISTCP]
+
+
+def test_an_item_that_is_damaged_everywhere_is_reported_with_its_place(one: Files) -> None:
+    start, stop = payload(one, "w")
+    copies = [{**one, DISTCP: flipped(one[DISTCP], (start + stop) // 2 + n)} for n in (0, 1)]
+    joined = settle(union(*copies))
+    [problem] = examine(gather(joined), joined)
+    assert problem.startswith(f"{joined.places[0].url}: w[0:64, 0:32]")
+
+
+def test_a_stale_copy_is_refused_though_another_copy_is_damaged(one: Files, two: Files, damaged: bytes) -> None:
+    with pytest.raises(CorruptFile, match="of another save"):
+        settle(union(one, {DISTCP: damaged}, {DISTCP: two[DISTCP]}))
+
+
+def test_an_object_that_differs_is_refused(one: Files) -> None:
+    objects = read_metadata(one[".metadata"], path="x").objects
+    at = next(entry.span.start for entry in objects if entry.name == "epoch")
+    with pytest.raises(CorruptFile, match="where no checksum tells"):
+        settle(union(one, {DISTCP: flipped(one[DISTCP], at + 70)}))
 
 
 def test_without_checksums_the_bytes_are_compared(without_checksums: Files) -> None:
@@ -205,15 +261,6 @@ def test_without_checksums_the_bytes_are_compared(without_checksums: Files) -> N
     assert settle(union(files, files)).holder(DISTCP) == 0
     with pytest.raises(CorruptFile, match="of another save"):
         settle(union(files, {DISTCP: flipped(files[DISTCP], (start + stop) // 2)}))
-
-
-def test_damaged_items_are_compared_by_their_bytes(one: Files) -> None:
-    _, stop = payload(one, "w")
-    damaged = {DISTCP: flipped(one[DISTCP], stop - 20)}
-    with pytest.raises(CorruptFile, match="of another save"):
-        settle(union(one, damaged))
-    with pytest.raises(CorruptFile, match="of another save"):
-        settle(union(damaged, one))
 
 
 def test_safetensors_inside_of_distcp_files_are_compared_as_a_whole(as_safetensors: Files) -> None:
