@@ -97,6 +97,8 @@ class _Cutter:
         self._makings = {making.tensor: making for making in plan.makings}
         self._growing: dict[int, _Growing] = {}
         self._opened: set[int] = set()
+        self._row: tuple[int, ...] = ()
+        self._count = 1
         self._parts: list[Fetch] = []
 
     def parts(self) -> list[Fetch]:
@@ -113,12 +115,23 @@ class _Cutter:
         return self._parts
 
     def _take(self, number: int, piece: Piece) -> None:
-        met = list(self._copies.meeting(piece))
-        most = min(FETCH_BYTES, self._budget // (2 * len(met))) if met else 0
-        for copy, box, shared in met:
+        most = min(FETCH_BYTES, self._budget // (2 * self._side_by_side(piece)))
+        for copy, box, shared in self._copies.meeting(piece):
             wanted = _wanted(self._plan.shards[copy.read.shard], copy, box, shared)
             if wanted:
                 self._grow(copy.read.shard, number, wanted, most)
+
+    def _side_by_side(self, piece: Piece) -> int:
+        """Return how many shards the rows of a piece lie in: all are read on and on until those rows are done."""
+        row = (piece.tensor, *piece.box.offset[:1])
+        if row != self._row:
+            spec = self._plan.tensors[piece.tensor][1]
+            shape = Lattice.of(spec.dtype, spec.shape).shape
+            start, extent = piece.box.offset[:1], piece.box.shape[:1]
+            whole = Box((*start, *(0 for _ in shape[1:])), (*extent, *shape[1:]))
+            count = sum(1 for _ in self._copies.meeting(Piece(piece.tensor, whole, 0)))
+            self._row, self._count = row, max(1, count)
+        return self._count
 
     def _grow(self, shard: int, number: int, wanted: tuple[int, int], most: int) -> None:
         start, stop = wanted
@@ -195,10 +208,11 @@ class _Joiner:
 
     def __init__(self, parts: Sequence[Fetch], budget_bytes: int) -> None:
         self._parts = parts
+        self._most = min(FETCH_BYTES, budget_bytes // 2)
         self._far = budget_bytes // 4
         self._all = list(itertools.accumulate((part.nbytes for part in parts), initial=0))
         self._small = list(itertools.accumulate((_small(part) for part in parts), initial=0))
-        self._spare = max(LEAST_WASTE_BYTES, self._all[-1] // 100)
+        self._spare = max(min(LEAST_WASTE_BYTES, budget_bytes // 8), self._all[-1] // 100)
         self._in_file = sorted(range(len(parts)), key=lambda number: (parts[number].path, parts[number].start))
         self._place = {number: place for place, number in enumerate(self._in_file)}
         self._taken = [False] * len(parts)
@@ -227,7 +241,7 @@ class _Joiner:
         part = self._parts[other]
         start, stop = min(fetch.start, part.start), max(fetch.stop, part.stop)
         gap = max(part.start - fetch.stop, fetch.start - part.stop, 0)
-        fits = part.path == fetch.path and stop - start <= FETCH_BYTES and gap <= min(GAP_BYTES, self._spare)
+        fits = part.path == fetch.path and stop - start <= self._most and gap <= min(GAP_BYTES, self._spare)
         if not fits or not self._are_near(seed, other):
             return None
         self._spare -= gap
@@ -236,7 +250,7 @@ class _Joiner:
     def _are_near(self, seed: int, other: int) -> bool:
         """Tell whether what lies between two parts in the order of use, and waits with them, is little."""
         low, high = min(seed, other), max(seed, other)
-        if self._all[high] - self._all[low] <= FETCH_BYTES:
+        if self._all[high] - self._all[low] <= self._most:
             return True
         both_small = _small(self._parts[seed]) and _small(self._parts[other])
         return bool(both_small) and self._small[high] - self._small[low] <= self._far
