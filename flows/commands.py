@@ -33,7 +33,7 @@ def inspect(args: Namespace, control: Control) -> Answer:
     """Say what lies at a URL."""
     job = job_of(args)
     control.progress.begin("gather", 0)
-    found = inspection.inspect(job, tensor=args.tensor, deep=args.deep, progress=control.progress)
+    found = inspection.inspect(job, tensor=args.tensor or "", deep=args.deep, progress=control.progress)
     return report.of_inspection(found, job)
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 
-from hfdcp_flows.typed import block, count, file_index, json_object, size
+from hfdcp_flows.typed import block, count, file_index, filled, json_object, size
 
 
 def source(parser: argparse.ArgumentParser) -> None:
     """The checkpoint that is read."""
-    parser.add_argument("source", metavar="SOURCE", help="checkpoint: a folder, or any URL that fsspec knows")
+    parser.add_argument(
+        "source", metavar="SOURCE", type=filled, help="checkpoint: a folder, or any URL that fsspec knows"
+    )
 
 
 def url(parser: argparse.ArgumentParser) -> None:
     """The checkpoint that is looked at."""
-    parser.add_argument("source", metavar="URL", help="checkpoint: a folder, or any URL that fsspec knows")
+    parser.add_argument("source", metavar="URL", type=filled, help="checkpoint: a folder, or any URL that fsspec knows")
 
 
 def found(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +25,7 @@ def found(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--also",
         metavar="URL",
+        type=filled,
         action="append",
         default=[],
         help="another place that holds files of the same checkpoint, such as a node's own disk; may be repeated",
@@ -36,36 +39,40 @@ def found(parser: argparse.ArgumentParser) -> None:
 
 def sink(parser: argparse.ArgumentParser) -> None:
     """Where the output goes."""
-    parser.add_argument("sink", metavar="SINK", help="where the output goes: a folder or URL")
+    parser.add_argument("sink", metavar="SINK", type=filled, help="where the output goes: a folder or URL")
 
 
 def sink_to_validate(parser: argparse.ArgumentParser) -> None:
     """The output that is looked at again."""
-    parser.add_argument("sink", metavar="SINK", help="a consolidated checkpoint: folder or URL")
+    parser.add_argument("sink", metavar="SINK", type=filled, help="a consolidated checkpoint: folder or URL")
 
 
 def planned_sink(parser: argparse.ArgumentParser) -> None:
     """Where the output would go."""
-    parser.add_argument("sink", metavar="SINK", nargs="?", default="", help="where the output would go")
+    parser.add_argument("sink", metavar="SINK", nargs="?", type=filled, help="where the output would go")
 
 
 def consolidated(parser: argparse.ArgumentParser) -> None:
     """The output that is pushed."""
-    parser.add_argument("sink", metavar="CHECKPOINT", help="what `hfdcp consolidate` wrote: a folder or URL")
+    parser.add_argument(
+        "sink", metavar="CHECKPOINT", type=filled, help="what `hfdcp consolidate` wrote: a folder or URL"
+    )
 
 
 def repo(parser: argparse.ArgumentParser) -> None:
     """The repository on the Hub."""
-    parser.add_argument("repo", metavar="REPO", help="repository on the Hub, as owner/name")
+    parser.add_argument("repo", metavar="REPO", type=filled, help="repository on the Hub, as owner/name")
 
 
 def compared(parser: argparse.ArgumentParser) -> None:
     """What an output is compared with."""
     parser.add_argument(
-        "--source", metavar="URL", default="", help="read this checkpoint too, and compare every tensor"
+        "--source", metavar="URL", type=filled, help="read this checkpoint too, and compare every tensor"
     )
-    parser.add_argument("--repo", metavar="REPO", default="", help="compare with what the Hub has, as owner/name")
-    parser.add_argument("--revision", metavar="REV", default="main", help="which revision of REPO (default: main)")
+    parser.add_argument("--repo", metavar="REPO", type=filled, help="compare with what the Hub has, as owner/name")
+    parser.add_argument(
+        "--revision", metavar="REV", type=filled, default="main", help="which revision of REPO (default: main)"
+    )
 
 
 def chosen(parser: argparse.ArgumentParser) -> None:
@@ -74,16 +81,23 @@ def chosen(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--include",
         metavar="GLOB",
+        type=filled,
         action="append",
         default=[],
         help="take these names only; may be repeated; '*' takes every tensor, optimizer state too",
     )
     group.add_argument(
-        "--exclude", metavar="GLOB", action="append", default=[], help="leave these names out; may be repeated"
+        "--exclude",
+        metavar="GLOB",
+        type=filled,
+        action="append",
+        default=[],
+        help="leave these names out; may be repeated",
     )
     group.add_argument(
         "--recipe",
         metavar="NAME",
+        type=filled,
         default="auto",
         help="auto: wrapper prefixes cleaned (default); none: names as saved; or rules such as module,strip:net",
     )
@@ -106,7 +120,7 @@ def beside(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--config",
         metavar="URL",
-        default="",
+        type=filled,
         help="the model's config.json, or a folder with one (default: the one beside the checkpoint); a head that it "
         "ties to the embedding is left out where the bytes are equal",
     )
@@ -126,13 +140,14 @@ def numbers(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype",
         metavar="NAME",
-        default="",
+        type=filled,
         help="cast floating tensors to bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2 (default: "
         "as saved)",
     )
     group.add_argument(
         "--keep-dtype",
         metavar="GLOB",
+        type=filled,
         action="append",
         default=[],
         help="leave these tensors as saved, with their scales; may be repeated",
@@ -146,7 +161,7 @@ def numbers(parser: argparse.ArgumentParser) -> None:
     either.add_argument(
         "--quantize",
         metavar="HOW",
-        default="",
+        type=filled,
         help="fp8-block: matrices of linear layers become fp8 with a scale for every block of 128x128, and config.json "
         "says so",
     )
@@ -163,7 +178,7 @@ def looked_at(parser: argparse.ArgumentParser) -> None:
     """How closely a checkpoint is looked at."""
     group = parser.add_argument_group("how closely")
     group.add_argument(
-        "--tensor", metavar="FQN", default="", help="draw the boxes of this tensor, by its saved or its clean name"
+        "--tensor", metavar="FQN", type=filled, help="draw the boxes of this tensor, by its saved or its clean name"
     )
     group.add_argument(
         "--deep", action="store_true", help="open every item and read it once, against its checksum and the metadata"
@@ -225,7 +240,10 @@ def _made(group: argparse._ArgumentGroup) -> None:
 def kept(parser: argparse.ArgumentParser) -> None:
     """How the whole chain is run."""
     parser.add_argument(
-        "--sink", metavar="URL", default="", help="keep the output here (default: a work folder, removed after success)"
+        "--sink",
+        metavar="URL",
+        type=filled,
+        help="keep the output here (default: a work folder, removed after success)",
     )
     parser.add_argument("--direct", action="store_true", help="run the same five steps without Prefect")
 
@@ -233,8 +251,10 @@ def kept(parser: argparse.ArgumentParser) -> None:
 def committed(parser: argparse.ArgumentParser) -> None:
     """What the commit is."""
     group = parser.add_argument_group("commit")
-    group.add_argument("--revision", metavar="BRANCH", default="main", help="branch to commit to (default: main)")
-    group.add_argument("--message", metavar="TEXT", default="", help="commit message")
+    group.add_argument(
+        "--revision", metavar="BRANCH", type=filled, default="main", help="branch to commit to (default: main)"
+    )
+    group.add_argument("--message", metavar="TEXT", type=filled, help="commit message")
     group.add_argument(
         "--allow-public",
         action="store_true",
@@ -261,7 +281,11 @@ def stored(parser: argparse.ArgumentParser) -> None:
 def demo(parser: argparse.ArgumentParser) -> None:
     """Where and how the demo goes."""
     parser.add_argument(
-        "--folder", metavar="DIR", default="hfdcp-demo", help="where everything goes (default: ./hfdcp-demo)"
+        "--folder",
+        metavar="DIR",
+        type=filled,
+        default="hfdcp-demo",
+        help="where everything goes (default: ./hfdcp-demo)",
     )
     parser.add_argument("--direct", action="store_true", help="without Prefect: half a minute quicker")
     parser.add_argument("--keep", action="store_true", help="leave the Hub on loopback running until Ctrl-C")

@@ -41,6 +41,17 @@ def count(text: str) -> int:
     return int(text)
 
 
+def filled(text: str) -> str:
+    """Return a text as it is; an empty one is what a shell makes of a variable that is not set.
+
+    >>> filled("runs/7b")
+    'runs/7b'
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("an empty text is given; is a variable of the shell not set?")
+    return text
+
+
 def block(text: str) -> tuple[int, ...]:
     """Return rows and columns; a single number stands for both.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hfdcp_core.errors import UsageError
-from hfdcp_flows.arguments import COMMANDS, parse
+from hfdcp_flows.arguments import COMMANDS, Command, Parser, parse
 from hfdcp_flows.typed import count, file_index, json_object, size
 
 EXAMPLES = [example for command in COMMANDS for example in command.examples]
@@ -99,6 +99,31 @@ def test_a_command_line_that_makes_no_sense_is_a_usage_error_that_shows_the_way(
     with pytest.raises(UsageError, match=r"(?s)usage: hfdcp.*see: hfdcp .*--help") as caught:
         parse(argv)
     assert message in str(caught.value)
+
+
+def taking_text(command: Command) -> tuple[list[str], list[str]]:
+    """Return the names of a command's arguments, and of its options that take a value."""
+    parser = Parser(add_help=False)
+    for add in command.options:
+        add(parser)
+    valued = [action for action in parser._actions if action.nargs != 0]
+    return (
+        [action.dest for action in valued if not action.option_strings],
+        [action.option_strings[0] for action in valued if action.option_strings],
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[command.name for command in COMMANDS])
+def test_an_empty_text_is_refused_wherever_one_can_be_given(command: Command) -> None:
+    """A shell makes one of a variable that is not set; ``--tensor ""`` must not be as if nothing had been asked."""
+    names, options = taking_text(command)
+    given = [["x" if place != number else "" for place in range(len(names))] for number in range(len(names))]
+    given += [["x"] * len(names) + [option, ""] for option in options]
+    assert given
+    for arguments in given:
+        with pytest.raises(UsageError, match=r"^argument \S+: ") as caught:
+            parse([command.name, *arguments])
+        assert "see: hfdcp" in str(caught.value)
 
 
 def test_patterns_may_be_repeated() -> None:
