@@ -100,7 +100,9 @@ def _rows(dtypes: tuple[str, str], raw: Bits, scales: Scales, out: Bits, workspa
     matrix, of_rows, of_columns = scales
     height, width = raw.shape
     for columns in _spans(width, CHUNK):
-        for rows in _spans(height, CHUNK // (columns.stop - columns.start)):
+        for rows in _spans(
+            height, CHUNK // min(width, CHUNK)
+        ):  # where rows are cut, one at a time: they are contiguous
             factors = _factors(matrix, of_rows[rows], of_columns[columns])
             lost += scaled(dtypes, raw[rows, columns], factors, out[rows, columns], workspace)
     return lost

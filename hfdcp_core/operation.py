@@ -223,8 +223,5 @@ def in_order(operation: Operation, operand: int, held: Box) -> bool:
         return True
     if operation.kind in {CAST, DEQUANTIZE}:
         return operand == 0  # made in row-major order, and every number is used once
-    return (
-        operation.kind == DEQUANTIZE_MXFP4
-        and held.shape[2 - len(shape) :] == shape[2 - len(shape) :]
-        and len(shape) > 2
-    )
+    first = 1 if operation.transposed else len(operation.target.shape) - 1
+    return operation.kind == DEQUANTIZE_MXFP4 and held.shape[first:] == shape[first:]
