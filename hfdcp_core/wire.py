@@ -16,7 +16,7 @@ import gzip
 import json
 import types
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from hfdcp_core.box import Box
@@ -167,6 +167,8 @@ def _expect(kind: type, data: Any) -> Any:
 _INDEXED = ("fqn", "dtype", "path", "encoding")
 """Columns of the table of shards that hold numbers of strings."""
 _COLUMNS = (*_INDEXED, "box", "start", "stop")
+_VIEWS = ("row", "box", "offset", "steps")
+"""Columns of the table of copies that are views of a shard."""
 
 
 class _Interned:
@@ -205,15 +207,36 @@ def _shards(table: Mapping[str, Any]) -> tuple[Shard, ...]:
     return tuple(map(Shard, fqns, dtypes, map(boxes.__getitem__, columns["box"]), spans, encodings))
 
 
+def _spec_table(tensors: Iterable[tuple[str, TensorSpec]]) -> dict[str, Json]:
+    """Names, and numbers of kinds: most tensors of a model have one of a few."""
+    kinds = _Interned()
+    rows = [(name, kinds((spec.dtype, spec.shape))) for name, spec in tensors]
+    shown: list[Json] = [[dtype, list(shape)] for dtype, shape in kinds.number]
+    return {"names": [name for name, _ in rows], "kinds": shown, "kind": [number for _, number in rows]}
+
+
+def _specs(table: Mapping[str, Any]) -> list[tuple[str, TensorSpec]]:
+    kinds = [TensorSpec(_expect(str, dtype), tuple(_naturals(shape))) for dtype, shape in _expect(list, table["kinds"])]
+    names = decode(tuple[str, ...], table["names"])
+    return list(zip(names, map(kinds.__getitem__, _naturals(table["kind"])), strict=True))
+
+
 def _box(numbers: Any) -> Box:
     axes = len(_naturals(numbers)) // 2
     return Box(tuple(numbers[:axes]), tuple(numbers[axes:]))
 
 
 def _naturals(data: Any) -> list[int]:
-    numbers: list[int] = _expect(list, data)
-    if not set(map(type, numbers)) <= {int} or min(numbers, default=0) < 0:
+    numbers = _integers(data)
+    if min(numbers, default=0) < 0:
         raise ValueError("expected numbers from 0")
+    return numbers
+
+
+def _integers(data: Any) -> list[int]:
+    numbers: list[int] = _expect(list, data)
+    if not set(map(type, numbers)) <= {int}:
+        raise TypeError("expected integers")
     return numbers
 
 
@@ -232,9 +255,10 @@ def _decompress(kind: str, raw: bytes) -> dict[str, Any]:
 
 def dump_catalog(catalog: Catalog) -> bytes:
     """Write a catalog, compressed."""
-    plain = {name: encode(getattr(catalog, name)) for name in ("format", "tensors", "files", "skipped")}
+    plain = {name: encode(getattr(catalog, name)) for name in ("format", "files", "skipped")}
     rest = {name: encode(getattr(catalog, name)) for name in ("nesting", "unproved", "unsupported", "objects")}
-    return _compress("catalog", {**plain, **rest, "shards": _shard_table(catalog.shards)})
+    tables = {"tensors": _spec_table(catalog.tensors.items()), "shards": _shard_table(catalog.shards)}
+    return _compress("catalog", {**plain, **rest, **tables})
 
 
 def load_catalog(raw: bytes) -> Catalog:
@@ -247,7 +271,7 @@ def load_catalog(raw: bytes) -> Catalog:
     try:
         return Catalog(
             format=decode(str, body["format"]),
-            tensors=decode(Mapping[str, TensorSpec], body["tensors"]),
+            tensors=dict(_specs(body["tensors"])),
             shards=_shards(body["shards"]),
             files=decode(tuple[FileStamp, ...], body["files"]),
             skipped=decode(tuple[Skipped, ...], body["skipped"]),
@@ -262,25 +286,31 @@ def load_catalog(raw: bytes) -> Catalog:
 
 def dump_file_plan(plan: FilePlan) -> bytes:
     """Write a file plan, compressed: a few bytes for each shard."""
-    plain = {
-        name: encode(getattr(plan, name))
-        for name in ("path", "header", "size", "tensors", "stamps", "operands", "makings")
+    plain = {name: encode(getattr(plan, name)) for name in ("path", "header", "size", "stamps", "makings")}
+    tables: dict[str, Json] = {
+        "tensors": _spec_table(plan.tensors),
+        "operands": _spec_table(plan.operands),
+        "shards": _shard_table(plan.shards),
+        "copies": _copy_table(plan),
     }
-    return _compress(
-        "file plan",
-        {**plain, "window_bytes": plan.window_bytes, "shards": _shard_table(plan.shards), "copies": _copy_table(plan)},
-    )
+    return _compress("file plan", {**plain, "window_bytes": plan.window_bytes, **tables})
 
 
 def _copy_table(plan: FilePlan) -> dict[str, Json]:
-    """Two numbers where a shard is copied whole, which is nearly always; every other view is spelled out."""
-    views: list[Json] = [
-        [number, encode(copy.box), copy.read.offset, encode(copy.read.strides)]
+    """Two numbers where a shard is copied whole, which is nearly always; every other view in a table of its own."""
+    boxes, strides = _Interned(), _Interned()
+    views = [
+        (number, boxes((*copy.box.offset, *copy.box.shape)), copy.read.offset, strides(copy.read.strides))
         for number, copy in enumerate(plan.copies)
         if not _is_whole(copy, plan.shards[copy.read.shard].box)
     ]
     tensors, shards = [copy.tensor for copy in plan.copies], [copy.read.shard for copy in plan.copies]
-    return {"tensor": list(tensors), "shard": list(shards), "views": views}
+    columns: Json = {name: [view[place] for view in views] for place, name in enumerate(_VIEWS)}
+    shown: dict[str, Json] = {
+        "boxes": [list(box) for box in boxes.number],
+        "strides": [list(steps) for steps in strides.number],
+    }
+    return {"tensor": list(tensors), "shard": list(shards), "views": columns, **shown}
 
 
 def _is_whole(copy: Copy, box: Box) -> bool:
@@ -296,8 +326,7 @@ def load_file_plan(raw: bytes) -> FilePlan:
     body = _decompress("file plan", raw)
     try:
         shards = _shards(body["shards"])
-        tensors = decode(tuple[tuple[str, TensorSpec], ...], body["tensors"])
-        operands = decode(tuple[tuple[str, TensorSpec], ...], body["operands"])
+        tensors, operands = tuple(_specs(body["tensors"])), tuple(_specs(body["operands"]))
         return FilePlan(
             path=decode(str, body["path"]),
             header=decode(bytes, body["header"]),
@@ -319,10 +348,13 @@ def _copies(table: Mapping[str, Any], specs: Sequence[TensorSpec], shards: Seque
         Copy(tensor, shards[shard].box, Read(shard, 0, row_major(shards[shard].box.shape)))
         for tensor, shard in zip(_naturals(table["tensor"]), _naturals(table["shard"]), strict=True)
     ]
-    for number, box, offset, strides in table["views"]:
-        [whole] = [copies[row] for row in _naturals([number])]
-        read = Read(whole.read.shard, decode(int, offset), decode(tuple[int, ...], strides))
-        copies[number] = Copy(whole.tensor, decode(Box, box), read)
+    boxes = [_box(numbers) for numbers in table["boxes"]]
+    strides = [tuple(_integers(steps)) for steps in table["strides"]]
+    views = table["views"]
+    rows, taken, offsets = _naturals(views["row"]), _naturals(views["box"]), _integers(views["offset"])
+    for number, box, offset, steps in zip(rows, taken, offsets, _naturals(views["steps"]), strict=True):
+        whole = copies[number]
+        copies[number] = Copy(whole.tensor, boxes[box], Read(whole.read.shard, offset, strides[steps]))
     _check_copies(copies, specs)
     return tuple(copies)
 
