@@ -176,6 +176,7 @@ def of_plan(gathered: Gathered, planned: Planned, job: Job) -> Answer:
         *_tied(planned.tied),
         *map(_change, planned.changes),
         f"would write {files}, {size}, by {copies}, in at most {planned.peak_bytes >> 20} MiB of memory",
+        *_uncut(planned.uncut, job.shard_dim),
         *(f"  {file.path}  {in_bytes(file.size)}{'  (done)' if file.done else ''}" for file in planned.files),
         f"plan {planned.digest[:16]}",
     ]
@@ -190,6 +191,15 @@ def _files(number: int, ranks: int, dim: int) -> str:
     """
     files = counted(number, "file")
     return f"{files} for {counted(ranks, 'rank')}, cut along dimension {dim}" if ranks else files
+
+
+def _uncut(tensors: int, dim: int) -> list[str]:
+    """Say which tensors are not cut for the ranks.
+
+    >>> _uncut(2, 1), _uncut(0, 1)
+    (['not cut, in the first file: 2 tensors without a dimension 1'], [])
+    """
+    return [f"not cut, in the first file: {counted(tensors, 'tensor')} without a dimension {dim}"] if tensors else []
 
 
 def _tied(tied: Mapping[str, str]) -> list[str]:

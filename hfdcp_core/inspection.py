@@ -19,6 +19,7 @@ from hfdcp_core.layout import lay_out
 from hfdcp_core.locate import Located, locate
 from hfdcp_core.plan import reshard
 from hfdcp_core.state import SILENT, Progress
+from hfdcp_core.windows import refuse_split_bytes
 
 NEAR_NAMES = 5
 """How many names are offered for one that is unknown."""
@@ -189,7 +190,8 @@ def _definitions(
 
 def _prove(catalog: Catalog, definitions: tuple[recipe.Definition, ...], job: Job, faults: list[str]) -> None:
     try:
-        reshard(catalog, lay_out(definitions, max_file_size=job.max_file_size), window_bytes=job.window_bytes)
+        target = lay_out(definitions, max_file_size=job.max_file_size)
+        refuse_split_bytes(reshard(catalog, target, window_bytes=job.window_bytes))
     except PlanError as error:
         faults += error.problems or (error.message,)
 

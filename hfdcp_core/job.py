@@ -260,3 +260,5 @@ class Planned:
     """What happens to numbers that do not stay as saved."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Tensors that are left out because the config ties them to another one of the same bytes: name and kept name."""
+    uncut: int = 0
+    """Of files for ranks: tensors that lie whole in the first one, since they have too few dimensions to be cut."""

@@ -158,8 +158,12 @@ def lay_out_for_ranks(definitions: Iterable[Definition], *, ranks: int, dim: int
         definitions: The wanted tensors.
         ranks: How many files.
         dim: The dimension that is cut; negative ones count from the last.
+
+    Raises:
+        PlanError: No tensor has that dimension.
     """
     definitions = tuple(definitions)
+    _refuse_unknown_dimension(definitions, dim)
     cut = [[Part(definition, box) for box in _boxes(definition.spec, ranks, dim)] for definition in definitions]
     files = []
     for rank in range(ranks):
@@ -167,6 +171,26 @@ def lay_out_for_ranks(definitions: Iterable[Definition], *, ranks: int, dim: int
         files.append(_file(shard_name(rank + 1), group, _sharding(group, rank=rank + 1, ranks=ranks)))
     total = sum(definition.spec.nbytes for definition in definitions)
     return Target(_catalog(definitions, files), tuple(files), None, total)
+
+
+def has_dimension(spec: TensorSpec, dim: int) -> bool:
+    """Whether a tensor has a dimension; negative ones count from the last.
+
+    >>> [has_dimension(TensorSpec("F32", (4, 2)), dim) for dim in (-3, -2, 1, 2)]
+    [False, True, True, False]
+    """
+    return -len(spec.shape) <= dim < len(spec.shape)
+
+
+def _refuse_unknown_dimension(definitions: tuple[Definition, ...], dim: int) -> None:
+    """Refuse a dimension along which nothing would be cut; of numbers without any, the first one is no mistake."""
+    most = max(definitions, key=lambda definition: len(definition.spec.shape), default=None)
+    axes = max(1, len(most.spec.shape) if most else 0)
+    if most and not -axes <= dim < axes:
+        raise PlanError(
+            f"no tensor has a dimension {dim} to cut along: {most.fqn}, {most.spec}, has the most, and takes "
+            f"--shard-dim from {-axes} to {axes - 1}"
+        )
 
 
 def lay_out_shards(groups: Mapping[str, Iterable[Part]], *, save: str, of: tuple[int, int] | None = None) -> Target:
@@ -218,13 +242,27 @@ def torch_file_names(count: int) -> tuple[str, ...]:
 def _boxes(spec: TensorSpec, ranks: int, dim: int) -> list[Box]:
     """Return the box of each rank, or the whole one where the tensor has no such dimension, or no element."""
     axes = len(spec.shape)
-    if not -axes <= dim < axes or 0 in spec.shape:
+    if not has_dimension(spec, dim) or 0 in spec.shape:
         return [Box.whole(spec.shape)]
     axis = dim % axes
-    bits = dtype_named(spec.dtype).bits
-    whole = math.lcm(bits, 8) // bits if axis == axes - 1 else 1  # elements that end together with a byte
+    whole = _rows_of_bytes(spec, axis)
+    if whole is None:
+        return [Box.whole(spec.shape)]
     step = -(-spec.shape[axis] // whole // ranks) * whole
     return [_slab(spec.shape, axis, rank * step, (rank + 1) * step) for rank in range(ranks)]
+
+
+def _rows_of_bytes(spec: TensorSpec, axis: int) -> int | None:
+    """Return how many indices of a dimension end together with a byte; None where a cut would go through bytes.
+
+    >>> [_rows_of_bytes(TensorSpec(dtype, (4, 3)), axis) for dtype, axis in (("F4", 0), ("F4", 1), ("F32", 1))]
+    [2, None, 1]
+    """
+    bits = dtype_named(spec.dtype).bits
+    if bits * spec.shape[-1] % 8 and (axis == len(spec.shape) - 1 or math.prod(spec.shape[:axis]) > 1):
+        return None
+    row = bits * math.prod(spec.shape[axis + 1 :])
+    return math.lcm(row, 8) // row
 
 
 def _slab(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Box:

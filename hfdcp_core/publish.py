@@ -27,7 +27,7 @@ from hfdcp_core.errors import (
     ValidationError,
 )
 from hfdcp_core.job import Gathered, Job, Planned, PlannedFile
-from hfdcp_core.layout import Target, lay_out, lay_out_for_ranks
+from hfdcp_core.layout import Target, has_dimension, lay_out, lay_out_for_ranks
 from hfdcp_core.locate import Located, locate, relocate, reopen
 from hfdcp_core.manifest import CONFIG_PATH, EXTRA_PATH, STATE_FOLDER, FileRecord, Manifest
 from hfdcp_core.plan import Plan, stamps_digest
@@ -35,6 +35,7 @@ from hfdcp_core.plan import reshard as join
 from hfdcp_core.run import FileSummary, PlanSummary, Run
 from hfdcp_core.state import SILENT, Cancellation, Progress
 from hfdcp_core.store import Source, open_store
+from hfdcp_core.windows import refuse_split_bytes
 
 __all__ = ["Gathered", "Job", "Planned", "PlannedFile"]
 
@@ -142,6 +143,7 @@ def _plan(catalog: Catalog, source: Source, job: Job) -> tuple[PlanSummary, Plan
     settled = casting.configure(made, tying.settle(catalog, source, made.numbers.definitions, job))
     target = _target(settled.definitions, job, settled.file_index)
     plan = join(catalog, target, window_bytes=job.window_bytes)
+    refuse_split_bytes(plan)
     skipped = tuple(entry.name for entry in (*selection.skipped, *made.numbers.skipped))
     summary = _summary(catalog, job, plan, settled, skipped)
     return replace(summary, numerics=made.numerics, changes=quantization.changes(settled.definitions)), plan
@@ -191,7 +193,12 @@ def _planned(run: Run | None, summary: PlanSummary, plan: Plan, job: Job) -> Pla
         peak_bytes=job.start_bytes + sum(peak + job.remote_file_bytes for peak in peaks[: job.files_at_once]),
         changes=summary.changes,
         tied=summary.tied,
+        uncut=_uncut(plan, job.shard_dim) if job.ranks else 0,
     )
+
+
+def _uncut(plan: Plan, dim: int) -> int:
+    return len({name for file in plan.files for name, spec in file.tensors if not has_dimension(spec, dim)})
 
 
 def _refuse_full_sink(run: Run, planned: Planned) -> None:

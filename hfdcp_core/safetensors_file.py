@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from hfdcp_core.catalog import TensorSpec
 from hfdcp_core.dtypes import dtype_named, size_in_bytes
@@ -301,7 +302,19 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _integer(text: str) -> int | float:
     """Return a float where the Rust reader sees one, too: a negative zero, and what fits no machine integer."""
-    return float(text) if text == "-0" or len(text) > _MOST_DIGITS else int(text)
+    return _Number(text) if text == "-0" or len(text) > _MOST_DIGITS else int(text)
+
+
+class _Number(float):
+    """A number that is no machine integer; messages show it as it is written."""
+
+    def __new__(cls, text: str) -> Self:
+        """Keep the digits."""
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+    text: str
 
 
 def _no_constant(text: str) -> object:
@@ -373,7 +386,8 @@ def _counts(value: object, where: str) -> tuple[int, ...]:
 
 def _count(value: object, where: str) -> int:
     if type(value) is not int or not 0 <= value < _LIMIT:
-        raise CorruptFile(f"{where}: expected a count, found {_shown(value)}")
+        limit = ", and a count is below 2^63" if isinstance(value, int | float) and value >= _LIMIT else ""
+        raise CorruptFile(f"{where}: expected a count, found {_shown(value)}{limit}")
     return value
 
 
@@ -386,5 +400,5 @@ def _shown(value: object) -> str:
     """Write a JSON value so that a message stays one short line; it may be nested as deep as the parser goes."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
-    text = json.dumps(value)
+    text = value.text if isinstance(value, _Number) else json.dumps(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"

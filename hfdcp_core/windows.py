@@ -2,7 +2,8 @@
 
 A *window* is a few MiB of consecutive bytes of the file: whole rows of a tensor, or a part of one row where a row is
 larger, or many small tensors. Everything here counts on the *lattice* of a tensor, whose items are whole bytes, so
-that packed kinds (F4, F6) need no special case.
+that packed kinds (F4, F6) need no special case. Where the rows of such a kind end inside a byte, the lattice is the one
+row of all its bytes, and whole rows that begin and end with a byte can be copied.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hfdcp_core.catalog import Shard, TensorSpec
 from hfdcp_core.dtypes import dtype_named
 from hfdcp_core.errors import PlanError
 from hfdcp_core.operation import grain
-from hfdcp_core.plan import Copy, FilePlan, row_major
+from hfdcp_core.plan import Copy, FilePlan, Plan, row_major
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,19 @@ class Lattice:
         bits = dtype_named(dtype).bits
         if bits >= 8:
             return cls(bits // 8, shape)
+        if _splits_bytes(bits, shape):
+            return cls(1, (bits * math.prod(shape) // 8,))
         return cls(1, (*shape[:-1], shape[-1] * bits // 8))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all items."""
         return self.itemsize * math.prod(self.shape)
+
+
+def _splits_bytes(bits: int, shape: tuple[int, ...]) -> bool:
+    """Whether rows of a packed kind end inside a byte."""
+    return shape[-1] * bits % 8 != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +138,13 @@ class _CopyTable:
     """The copies of one tensor, by the start of their boxes in the first dimension."""
 
     def __init__(self, spec: TensorSpec) -> None:
-        self._dtype = spec.dtype
+        self._spec = spec
         self._rows: list[tuple[Box, Copy]] = []
         self._starts: list[int] = []
         self._longest = 0
 
     def add(self, copy: Copy) -> None:
-        self._rows.append((lattice_box(self._dtype, copy.box), copy))
+        self._rows.append((lattice_box(self._spec.dtype, copy.box, self._spec.shape), copy))
 
     def sort(self) -> None:
         self._rows.sort(key=lambda row: row[0].offset)
@@ -151,21 +159,36 @@ class _CopyTable:
                 yield copy, box, shared
 
 
-def lattice_box(dtype: str, box: Box) -> Box:
-    """Return a box on the lattice of its dtype: packed kinds count bytes in the last dimension.
+def lattice_box(dtype: str, box: Box, shape: tuple[int, ...]) -> Box:
+    """Return a box of a tensor on its lattice: packed kinds count bytes in the last dimension, or in the only one.
 
     Raises:
         PlanError: The box begins or ends inside a byte.
 
-    >>> lattice_box("F4", Box((2, 4), (3, 8)))
-    Box(offset=(2, 2), shape=(3, 4))
+    >>> lattice_box("F4", Box((2, 4), (3, 8)), (5, 16)), lattice_box("F4", Box((2, 0), (2, 3)), (4, 3))
+    (Box(offset=(2, 2), shape=(3, 4)), Box(offset=(3,), shape=(3,)))
     """
     bits = dtype_named(dtype).bits
     if bits >= 8:
         return box
-    if box.offset[-1] * bits % 8 or box.shape[-1] * bits % 8:
-        raise PlanError(f"{box} of {dtype} begins or ends inside a byte, so it cannot be copied")
-    return Box((*box.offset[:-1], box.offset[-1] * bits // 8), (*box.shape[:-1], box.shape[-1] * bits // 8))
+    counted: Box | None = box
+    if _splits_bytes(bits, shape):
+        first = sum(map(math.prod, zip(box.offset, row_major(shape), strict=True)))
+        counted = Box((first,), (box.volume,)) if _is_run(box, shape) else None
+    if counted is None or counted.offset[-1] * bits % 8 or counted.shape[-1] * bits % 8:
+        raise PlanError(f"{box} of {dtype}{list(shape)} begins or ends inside a byte, so it cannot be copied")
+    offset, extents = counted.offset, counted.shape
+    return Box((*offset[:-1], offset[-1] * bits // 8), (*extents[:-1], extents[-1] * bits // 8))
+
+
+def _is_run(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether a box is consecutive whole rows of a tensor.
+
+    >>> [_is_run(Box((0, 0, 0), extents), (2, 4, 3)) for extents in ((2, 4, 3), (1, 2, 3), (2, 2, 3), (1, 1, 2))]
+    [True, True, False, False]
+    """
+    after = itertools.dropwhile(lambda extents: extents[0] == 1, zip(box.shape[:-1], shape[:-1], strict=True))
+    return box.shape[-1] == shape[-1] and all(extent == whole for extent, whole in itertools.islice(after, 1, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +232,32 @@ def view_of(copy: Copy, shard: Shard) -> Strides:
         return Strides(read.offset, box.shape, read.strides)
     if read.strides != row_major(shard.box.shape):
         raise PlanError(f"{shard}: {shard.dtype} can only be copied as it lies")
-    taken = lattice_box(shard.dtype, Box(_index(read.offset, shard.box.shape), box.shape))
-    strides = row_major(lattice_box(shard.dtype, Box.whole(shard.box.shape)).shape)
+    taken = lattice_box(shard.dtype, Box(_index(read.offset, shard.box.shape), box.shape), shard.box.shape)
+    strides = row_major(Lattice.of(shard.dtype, shard.box.shape).shape)
     return Strides(0, taken.shape, strides).part(taken.offset, taken.shape)
+
+
+def refuse_split_bytes(plan: Plan) -> None:
+    """Refuse a plan that would take apart bytes of packed kinds, before anything is written.
+
+    Raises:
+        PlanError: ``problems`` names every tensor.
+    """
+    PlanError.raise_for("numbers that share a byte cannot be taken apart", dict.fromkeys(_split_bytes(plan)))
+
+
+def _split_bytes(plan: Plan) -> Iterator[str]:
+    for file in plan.files:
+        specs = (*file.tensors, *file.operands)
+        for copy in file.copies:
+            name, spec = specs[copy.tensor]
+            if dtype_named(spec.dtype).bits >= 8:
+                continue
+            try:
+                lattice_box(spec.dtype, copy.box, spec.shape)
+                view_of(copy, file.shards[copy.read.shard])
+            except PlanError as error:
+                yield f"{name}: {error}"
 
 
 def _index(number: int, shape: tuple[int, ...]) -> tuple[int, ...]:

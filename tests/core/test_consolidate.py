@@ -136,8 +136,8 @@ def test_windows_cut_a_file_into_consecutive_boxes(
 
 
 def test_sub_byte_boxes_are_addressed_by_the_byte() -> None:
-    assert lattice_box("F4", Box((2, 4), (3, 8))) == Box((2, 2), (3, 4))
-    assert lattice_box("F32", Box((2, 4), (3, 8))) == Box((2, 4), (3, 8))
+    assert lattice_box("F4", Box((2, 4), (3, 8)), (8, 16)) == Box((2, 2), (3, 4))
+    assert lattice_box("F32", Box((2, 4), (3, 8)), (8, 16)) == Box((2, 4), (3, 8))
 
 
 def test_sub_byte_tensors_are_joined_from_column_shards() -> None:

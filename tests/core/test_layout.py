@@ -13,7 +13,7 @@ from hfdcp_core.box import Box
 from hfdcp_core.catalog import TensorSpec
 from hfdcp_core.dtypes import TABLE, Dtype
 from hfdcp_core.errors import SHOWN_PROBLEMS, PlanError
-from hfdcp_core.layout import Target, lay_out
+from hfdcp_core.layout import Target, lay_out, lay_out_for_ranks
 from hfdcp_core.recipe import Definition
 from hfdcp_core.safetensors_file import parse_header, parse_index
 
@@ -177,3 +177,37 @@ def test_every_tensor_lies_in_the_file_it_was_given_to(numbers: list[int]) -> No
     target = lay_out([wanted(fqn) for fqn in file_index], max_file_size=1, file_index=file_index)
     found = itertools.chain.from_iterable([(fqn, n) for fqn in names] for n, names in enumerate(held(target), 1))
     assert dict(found) == file_index
+
+
+@pytest.mark.parametrize("dim", [2, 5, -3])
+def test_a_dimension_that_no_tensor_has_is_refused_by_name(dim: int) -> None:
+    definitions = [wanted("scalar", shape=()), wanted("w", "F32", (8, 6)), wanted("b")]
+    with pytest.raises(PlanError, match=rf"no tensor has a dimension {dim} .*: w, F32\[8, 6\].* from -2 to 1"):
+        lay_out_for_ranks(definitions, ranks=2, dim=dim)
+
+
+def test_numbers_without_dimensions_are_laid_out_for_ranks_as_long_as_no_other_dimension_is_asked() -> None:
+    target = lay_out_for_ranks([wanted("a", shape=()), wanted("b", shape=())], ranks=2, dim=0)
+    assert held(target) == [["a", "b"], []]
+    assert held(lay_out_for_ranks([], ranks=2, dim=7)) == [[], []]
+    with pytest.raises(PlanError, match=r"no tensor has a dimension 1 .* from -1 to 0"):
+        lay_out_for_ranks([wanted("a", shape=())], ranks=2, dim=1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "expected"),
+    [
+        ((4, 3), 0, ["[0:2, 0:3]", "[2:4, 0:3]"]),
+        ((6, 3), 0, ["[0:4, 0:3]", "[4:6, 0:3]"]),
+        ((1, 4, 3), 1, ["[0:1, 0:2, 0:3]", "[0:1, 2:4, 0:3]"]),
+        ((2, 4, 3), 1, ["[0:2, 0:4, 0:3]"]),
+        ((2, 3), 1, ["[0:2, 0:3]"]),
+        ((2, 8), 1, ["[0:2, 0:4]", "[0:2, 4:8]"]),
+    ],
+    ids=str,
+)
+def test_packed_kinds_are_cut_between_bytes_or_not_at_all(
+    shape: tuple[int, ...], dim: int, expected: list[str]
+) -> None:
+    target = lay_out_for_ranks([wanted("w", "F4", shape)], ranks=2, dim=dim)
+    assert [str(part.box) for file in target.files for part in file.parts] == expected

@@ -25,6 +25,7 @@ from hfdcp_core.errors import (
     UsageError,
     ValidationError,
 )
+from hfdcp_core.locate import locate
 from hfdcp_core.publish import Job
 from hfdcp_core.state import Cancellation
 from hfdcp_core.store import open_store
@@ -535,3 +536,11 @@ def test_files_for_ranks_are_no_repository(job: Job) -> None:
         publish.push(replace(job, repo="a/b"))
     with pytest.raises(UsageError, match="no model repository"):
         replace(job, repo="a/b", ranks=2)
+
+
+def test_a_plan_says_how_many_tensors_have_too_few_dimensions_to_be_cut(job: Job) -> None:
+    specs = locate(job).catalog.tensors.values()
+    flat = sum(len(spec.shape) < 2 for spec in specs)
+    assert 0 < flat < len(specs)
+    assert publish.plan_only(replace(job, ranks=2, shard_dim=1, include=("*",)))[1].uncut == flat
+    assert publish.plan_only(replace(job, include=("*",)))[1].uncut == 0

@@ -300,7 +300,8 @@ def test_every_source_gives_the_truth_directly_and_by_way_of_any_ranks(
     source: st.SearchStrategy[Saved], data: st.DataObject, home: Path
 ) -> None:
     saved, options = data.draw(source), data.draw(settings_of_a_run())
-    ranks, dim = data.draw(st.integers(1, 4)), data.draw(st.integers(-2, 3))
+    axes = max([1, *(len(whole.spec.shape) for whole in saved.truth.values())])
+    ranks, dim = data.draw(st.integers(1, 4)), data.draw(st.integers(-axes, axes - 1))
     with place(home, data.draw(PROTOCOLS)) as base:
         job = replace(saved.at(base), **options)
         manifest = publish.make(job)

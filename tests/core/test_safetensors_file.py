@@ -164,10 +164,14 @@ BAD = {
     "has a negative extent": (with_a(shape=[-2]), "expected a count, found -2"),
     "has a negative zero": (
         header_of(b'{"a":{"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}'),
-        "a count, found -0.0",
+        "a count, found -0$",
     ),
     "has NaN": (header_of(b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,0]}}'), "NaN is not JSON"),
-    "has an integer of 5000 digits": (header_of(TOO_LONG), "data_offsets: expected a count, found Infinity"),
+    "has an integer of 5000 digits": (header_of(TOO_LONG), r"data_offsets: expected a count, found \d{80}…"),
+    "has an extent of 71 bits": (
+        with_a(shape=[2**70, 0]),
+        r"shape: expected a count, found 1180591620717411303424, and a count is below 2\^63",
+    ),
     "has an integer of 64 bits": (with_a(data_offsets=[0, 2**63]), "expected a count"),
     "has a shape that overflows": (with_a(shape=[HUGE, HUGE]), "larger than any file"),
     "has a shape that overflows before a zero": (with_a(shape=[HUGE, HUGE, 0], data_offsets=[0, 0]), "larger than any"),
