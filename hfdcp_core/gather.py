@@ -42,6 +42,8 @@ from hfdcp_core.store import Listing, Source, url_of
 
 HEADS_IN_FLIGHT = 8
 """Headers that are read at once."""
+HEAD_BYTES = 64 << 10
+"""How much of a remote file is read at first: most headers are no longer, so one request is enough."""
 SHARDED = "sharded"
 """Folder in which torch's writer leaves the shards that it consolidates."""
 _SERIES = re.compile(r"(?P<stem>.*-)\d+-of-(?P<count>\d+)(?P<end>\.safetensors)")
@@ -114,10 +116,13 @@ def _read_head(source: Source, stamp: FileStamp) -> _Head:
     where = f"{url_of(source, stamp.path)}/{stamp.path}"
     if stamp.size < 8:
         raise CorruptFile(f"{where}: {stamp.size} bytes are no safetensors file")
-    length = header_length(source.read(stamp.path, 0, 8), path=where)
+    ahead = min(HEAD_BYTES, stamp.size) if source.remote else 0  # where a request costs more than the bytes
+    first = source.read(stamp.path, 0, max(ahead, 8))
+    length = header_length(first, path=where)
     if 8 + length > stamp.size:
         raise CorruptFile(f"{where}: the header takes {length} bytes, the file has {stamp.size}")
-    header = parse_header(source.read(stamp.path, 0, 8 + length), path=where, file_size=stamp.size)
+    whole = first[: 8 + length] if 8 + length <= len(first) else source.read(stamp.path, 0, 8 + length)
+    header = parse_header(whole, path=where, file_size=stamp.size)
     return _Head(stamp, header, sharding_info(header, path=where), rank_info(header, path=where))
 
 
@@ -171,7 +176,7 @@ def _read_index(source: Source, stamps: Mapping[str, FileStamp]) -> Index | None
     stamp = stamps.get(INDEX_PATH)
     if stamp is None:
         return None
-    return parse_index(source.read(INDEX_PATH, 0, stamp.size), path=f"{source.url}/{INDEX_PATH}")
+    return parse_index(source.read(INDEX_PATH, 0, stamp.size), path=f"{url_of(source, INDEX_PATH)}/{INDEX_PATH}")
 
 
 def _hold_against_index(heads: list[_Head], index: Index, url: str) -> None:

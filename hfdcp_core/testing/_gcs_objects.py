@@ -147,11 +147,12 @@ class Buckets:
     def _copy(self, stored: StoredObject, bucket: str, name: str, action: str, other: str) -> Reply:
         if action == "moveTo/o":
             del self.objects[bucket][name]
-            return self._publish(bucket, other, stored.data)
-        document = json.loads(self._publish(action.split("/")[2], other, stored.data).body)
+            return self.publish(bucket, other, stored.data)
+        document = json.loads(self.publish(action.split("/")[2], other, stored.data).body)
         return _said({"done": True, "resource": document})
 
-    def _publish(self, bucket: str, name: str, data: bytes) -> Reply:
+    def publish(self, bucket: str, name: str, data: bytes) -> Reply:
+        """Let an object appear, and say what is known of it."""
         crc32c = base64.b64encode(checksums.crc32c(data).to_bytes(4, "big")).decode()
         generation = str(next(self._generations))
         document: Document = {
@@ -178,7 +179,7 @@ class Buckets:
         if not self._stands(bucket, name, ask.query):
             return refusal(412, "another generation is there")
         if ask.query.get("uploadType") != "resumable":
-            return self._publish(bucket, name, data)
+            return self.publish(bucket, name, data)
         upload = f"upload-{next(self._generations)}"
         self.sessions[upload] = _Session(bucket, name, dict(ask.query))
         where = f"http://{ask.host}{ask.path}?uploadType=resumable&upload_id={upload}"
@@ -207,7 +208,7 @@ class Buckets:
             return Reply(308, headers=kept)
         if not self._stands(session.bucket, session.name, session.query):
             return refusal(412, "another generation is there")
-        session.done = self._publish(session.bucket, session.name, bytes(session.data))
+        session.done = self.publish(session.bucket, session.name, bytes(session.data))
         session.data = bytearray()
         return session.done
 

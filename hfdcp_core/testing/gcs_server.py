@@ -125,6 +125,10 @@ class GcsServer:
         """Return the requests of a method whose path fits a regular expression."""
         return [each for each in self.journal if each.method == method and re.search(path, each.path)]
 
+    def put(self, name: str, data: bytes) -> None:
+        """Let an object appear, as if another process had written it."""
+        self.buckets.publish(BUCKET, name, data)
+
     def content(self, name: str) -> bytes | None:
         """Return what an object holds; None where there is none."""
         stored = self.buckets.objects[BUCKET].get(name)
