@@ -198,30 +198,36 @@ def _halves(box: Box, steps: Sequence[int]) -> tuple[Box, Box] | None:
     return None
 
 
-def hold(operand: Operand, box: Box, room: int) -> Box:
+def hold(operand: Operand, box: Box, room: int, *, within: Box) -> Box:
     """Return how much of an operand to read where a box of it is needed: whole last dimensions, as long as they fit.
 
     So what following boxes need of the same rows is there already, and is read once.
 
-    >>> rows = Operand("w", TensorSpec("U8", (2, 4, 8)))
-    >>> str(hold(rows, Box((1, 2, 0), (1, 1, 4)), 16)), str(hold(rows, Box((1, 2, 0), (1, 1, 4)), 32))
-    ('[1:2, 2:3, 0:8]', '[1:2, 0:4, 0:8]')
+    Args:
+        operand: What is read.
+        box: What is needed of it.
+        room: Bytes that there is room for.
+        within: What is needed of it for all boxes together.
+
+    >>> rows, everything = Operand("w", TensorSpec("U8", (2, 4, 8))), Box.whole((2, 4, 8))
+    >>> needed = Box((1, 2, 0), (1, 1, 4))
+    >>> [str(hold(rows, needed, room, within=everything)) for room in (16, 32)]
+    ['[1:2, 2:3, 0:8]', '[1:2, 0:4, 0:8]']
     """
     for axis in reversed(range(len(box.shape))):
-        offset = (*box.offset[:axis], 0, *box.offset[axis + 1 :])
-        wider = Box(offset, (*box.shape[:axis], operand.spec.shape[axis], *box.shape[axis + 1 :]))
+        offset = (*box.offset[:axis], within.offset[axis], *box.offset[axis + 1 :])
+        wider = Box(offset, (*box.shape[:axis], within.shape[axis], *box.shape[axis + 1 :]))
         if nbytes_of(operand, wider) > room:
             break
         box = wider
     return box
 
 
-def in_order(operation: Operation, operand: int, held: Box) -> bool:
+def in_order(operation: Operation, operand: int, held: Box, *, within: Box) -> bool:
     """Whether an operand is read once and in order, so that its checksum can come with it, if such boxes are held."""
-    shape = operation.operands[operand].spec.shape
-    if held.shape == shape:
+    if held == within:
         return True
     if operation.kind in {CAST, DEQUANTIZE}:
         return operand == 0  # made in row-major order, and every number is used once
     first = 1 if operation.transposed else len(operation.target.shape) - 1
-    return operation.kind == DEQUANTIZE_MXFP4 and held.shape[first:] == shape[first:]
+    return operation.kind == DEQUANTIZE_MXFP4 and held.shape[first:] == within.shape[first:]

@@ -78,10 +78,17 @@ class Making:
     """Index into `FilePlan.tensors`."""
     operation: Operation
     """How the whole tensor is made."""
-    at: tuple[int, ...]
-    """Where the part that lies in this file begins."""
+    box: Box
+    """The part that lies in this file."""
     operands: tuple[int, ...]
     """Of each operand, the number that copies and pieces know it by: its index in tensors and operands together."""
+
+    @property
+    def needed(self) -> tuple[Box, ...]:
+        """The box of each operand that the part is made from."""
+        if self.box.volume:
+            return pull(self.operation, self.box)
+        return tuple(Box((0,) * len(o.spec.shape), (0,) * len(o.spec.shape)) for o in self.operation.operands)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,9 +301,7 @@ def _file_plan(
     operands = [
         (number, operand.fqn, box, Box.whole(operand.spec.shape))
         for making in makings
-        for number, operand, box in zip(
-            making.operands, making.operation.operands, _pulled(making, file.parts[making.tensor]), strict=True
-        )
+        for number, operand, box in zip(making.operands, making.operation.operands, making.needed, strict=True)
     ]
     wanted = [(n, shard, box, inside) for n, fqn, box, inside in (*plain, *operands) for shard in chosen[fqn]]
     taken = [(n, shard, shared, inside) for n, shard, box, inside in wanted if (shared := shard.box.intersect(box))]
@@ -330,16 +335,9 @@ def _makings(file: TargetFile) -> list[Making]:
         operation = part.definition.operation
         assert operation is not None
         count = len(operation.operands)
-        makings.append(Making(n, operation, part.box.offset, tuple(range(number, number + count))))
+        makings.append(Making(n, operation, part.box, tuple(range(number, number + count))))
         number += count
     return makings
-
-
-def _pulled(making: Making, part: Part) -> tuple[Box, ...]:
-    """Return what a part is made from: the needed box of each operand."""
-    if not part.box.volume:
-        return tuple(Box((0,) * len(o.spec.shape), (0,) * len(o.spec.shape)) for o in making.operation.operands)
-    return pull(making.operation, part.box)
 
 
 def _read(number: int, shard: Shard, shared: Box) -> Read:

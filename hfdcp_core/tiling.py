@@ -47,19 +47,20 @@ def tiles_of(making: Making, piece: Piece, window_bytes: int) -> Iterator[Tile]:
     """Cut a piece into the tiles in which it is made, in order."""
     operation = making.operation
     rooms = rooms_of(operation, window_bytes)
-    begin = Box(making.at, piece.box.shape)
-    start = tuple(map(sum, zip(making.at, piece.box.offset, strict=True)))
-    for box in tiles(operation, Box(start, piece.box.shape), rooms):
-        inside = box.relative_to(begin).relative_to(piece.box)
-        yield Tile(box, inside, tuple(_held(making, number, box, room) for number, room in enumerate(rooms)))
+    start = tuple(map(sum, zip(making.box.offset, piece.box.offset, strict=True)))
+    whole = Box(start, piece.box.shape)
+    for box in tiles(operation, whole, rooms):
+        yield Tile(
+            box, box.relative_to(whole), tuple(_held(making, number, box, room) for number, room in enumerate(rooms))
+        )
 
 
 def _held(making: Making, number: int, box: Box, room: int) -> Held:
     operation = making.operation
-    operand, needed = operation.operands[number], pull(operation, box)[number]
-    whole = hold(operand, needed, room)
-    piece = Piece(making.operands[number], whole, nbytes_of(operand, whole))
-    return Held(piece, needed, in_order(operation, number, whole))
+    operand, needed, within = operation.operands[number], pull(operation, box)[number], making.needed[number]
+    held = hold(operand, needed, room, within=within)
+    piece = Piece(making.operands[number], held, nbytes_of(operand, held))
+    return Held(piece, needed, in_order(operation, number, held, within=within))
 
 
 def reads_of(making: Making | None, piece: Piece, window_bytes: int) -> Iterator[Piece]:
