@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hfdcp_core.dcp import (
         HuggingFaceStorageReader,
         HuggingFaceStorageWriter,
+        QuantizedHuggingFaceStorageReader,
         consolidate_safetensors_files,
         consolidate_safetensors_files_on_every_rank,
     )
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
+    "QuantizedHuggingFaceStorageReader",
     "__version__",
     "consolidate_safetensors_files",
     "consolidate_safetensors_files_on_every_rank",

@@ -9,6 +9,7 @@ is decided here: torch's plans are translated into boxes and spans, and their te
     tensors      torch's tensors     ⇄ arrays over their memory
     shard_file   one file of shards, with the face of ``safetensors.safe_open``
     reader       HuggingFaceStorageReader
+    quantized    QuantizedHuggingFaceStorageReader
     consolidation  consolidate_safetensors_files, consolidate_safetensors_files_on_every_rank
     orders       what each rank writes, and where
     box_writer   a box of a tensor into its place in a file
@@ -22,12 +23,14 @@ from hfdcp_core.dcp.consolidation import (
     consolidate_safetensors_files,
     consolidate_safetensors_files_on_every_rank,
 )
+from hfdcp_core.dcp.quantized import QuantizedHuggingFaceStorageReader
 from hfdcp_core.dcp.reader import HuggingFaceStorageReader
 from hfdcp_core.dcp.writer import HuggingFaceStorageWriter
 
 __all__ = [
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
+    "QuantizedHuggingFaceStorageReader",
     "consolidate_safetensors_files",
     "consolidate_safetensors_files_on_every_rank",
 ]

@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import Catalog, Shard, Span, TensorSpec
-from hfdcp_core.dcp.tensors import logical_shape, torch_shape
-from hfdcp_core.dtypes import dtype_of_torch
+from hfdcp_core.dcp.tensors import logical_shape, stored_name, torch_shape
 from hfdcp_core.errors import PlanError, UnknownDtype
 from hfdcp_core.layout import Part, Target, lay_out, lay_out_shards, shard_name
 from hfdcp_core.plan import reshard
@@ -113,13 +112,13 @@ def boxes_of(plan: SavePlan) -> Boxes:
     for item in filter(is_tensor, plan.items):
         data, name = data_of(item), item.index.fqn
         try:
-            kind = dtype_of_torch(str(data.properties.dtype).removeprefix("torch."))
+            kind = stored_name(data.properties.dtype)
         except UnknownDtype as error:
             problems.append(f"{name}: {error}")
             continue
         if name == RESERVED:
             problems.append(f"{name}: the name that a safetensors header keeps for itself")
-        specs[name] = TensorSpec(kind.name, logical_shape(kind.name, tuple(data.size)))
+        specs[name] = TensorSpec(kind, logical_shape(kind, tuple(data.size)))
         keys.append((name, tuple(data.chunk.offsets)))
         shapes.append(tuple(data.chunk.sizes))
     PlanError.raise_for("tensors that safetensors cannot hold; leave them out of the state dict", problems)

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from hfdcp_core.box import Box
-from hfdcp_core.catalog import Shard
+from hfdcp_core.catalog import Catalog, Shard
 from hfdcp_core.dcp.metadata import StoredShard, metadata_of
 from hfdcp_core.dcp.shard_file import ShardFile, read_box
 from hfdcp_core.dcp.tensors import keeps_values, memory_of
@@ -136,29 +136,34 @@ class HuggingFaceStorageReader(FileSystemReader):
             PlanError: The chunks of a tensor leave a hole or meet; ``problems`` has all of them.
             StorageError: Reading failed.
         """
-        metadata = self._read_metadata() if self._group is None else self._shared_metadata(self._group)
+        catalog = self._catalog() if self._group is None else self._shared_catalog(self._group)
+        if catalog.unproved:
+            _LOG.warning("%s: it cannot be shown that every shard is there: %s", self._source.url, catalog.unproved)
+        metadata = self._metadata_of(catalog)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
-    def _read_metadata(self) -> Metadata:
-        catalog = gather(self._source, world_size=self.world_size)
-        if catalog.unproved:
-            _LOG.warning("%s: it cannot be shown that every shard is there: %s", self._source.url, catalog.unproved)
-        return metadata_of(catalog, self._source.url, strict=self.strict)
+    def _catalog(self) -> Catalog:
+        return gather(self._source, world_size=self.world_size)
 
-    def _shared_metadata(self, group: dist.ProcessGroup) -> Metadata:
+    def _shared_catalog(self, group: dist.ProcessGroup) -> Catalog:
+        """Let the first rank of a group read, and the others hear of it."""
         first = dist.get_global_rank(group, 0)
         shared: list[Any] = [None]
         if dist.get_rank() == first:
             try:
-                shared = [self._read_metadata()]
+                shared = [self._catalog()]
             except HfdcpError as error:
                 shared = [error]
         dist.broadcast_object_list(shared, src=first, group=group)
         if isinstance(shared[0], HfdcpError):
             raise shared[0]
-        found: Metadata = shared[0]
+        found: Catalog = shared[0]
         return found
+
+    def _metadata_of(self, catalog: Catalog) -> Metadata:
+        """Translate the catalog; subclasses restate what they make otherwise."""
+        return metadata_of(catalog, self._source.url, strict=self.strict)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what a rank's plan asks for into its tensors; the first error ends it.

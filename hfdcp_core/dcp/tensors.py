@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from hfdcp_core.dtypes import dtype_named
+from hfdcp_core.dtypes import dtype_named, dtype_of_torch
 from hfdcp_core.errors import UnknownDtype
 from hfdcp_core.read import Array
 
@@ -25,6 +25,18 @@ def torch_dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise UnknownDtype(f"{name}: torch {torch.__version__} has no such dtype")
     return found
+
+
+def stored_name(dtype: torch.dtype) -> str:
+    """Return what safetensors calls a dtype of torch.
+
+    Raises:
+        UnknownDtype: safetensors cannot hold it.
+
+    >>> stored_name(torch.bfloat16)
+    'BF16'
+    """
+    return dtype_of_torch(str(dtype).removeprefix("torch.")).name
 
 
 def torch_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
