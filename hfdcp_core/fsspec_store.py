@@ -63,6 +63,8 @@ READ_PAUSES_S = (0.05, 0.25, 1.0)
 PATIENCE_S = 20.0
 """After how long no further try is made: by then the library has tried again and again by itself, as gcsfs does."""
 
+_EXTRAS = {"s3": "s3", "s3a": "s3"}
+_USUAL = "a URL that begins with gs://, s3://, hf:// or https://"
 _STATES = ("generation", "ETag", "etag", "blob_id", "md5Hash")
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
@@ -83,13 +85,37 @@ def open_fsspec_store(url: str, options: Mapping[str, object]) -> FsspecStore:
     shown = without_secrets(url)
     try:
         fs, root = url_to_fs(url, **merged)
-    except (ImportError, TypeError) as error:
+    except ImportError as error:
+        raise UsageError(_not_installed(shown, (first, *others), foreign_reason(error, hidden))) from error
+    except TypeError as error:
         raise UsageError(f"{shown} cannot be opened: {foreign_reason(error, hidden)}") from error
     except ValueError as error:
-        raise UsageError(f"{shown} cannot be opened: {without_secrets(str(error), hidden)}") from error
+        reason = without_secrets(str(error), hidden)
+        raise UsageError(f"{shown} cannot be opened: {reason}{_known(reason)}") from error
     except Exception as error:  # whatever a storage library raises where credentials are looked up
         raise storage_fault(kind_of_foreign_error(error), f"open {shown}", foreign_reason(error, hidden)) from error
-    return FsspecStore(fs, root, url=shown.rstrip("/"))
+    return FsspecStore(fs, root, url=_without_last_slash(shown))
+
+
+def _not_installed(shown: str, protocols: Iterable[str], reason: str) -> str:
+    """Say what to install; S3 is an extra of ours, so that the versions fit."""
+    ours = next((extra for protocol in protocols if (extra := _EXTRAS.get(protocol))), None)
+    what = f"pip install 'hfdcp[{ours}]'" if ours else f"a package is not installed: {reason}"
+    return f"{shown} cannot be opened: {what}"
+
+
+def _known(reason: str) -> str:
+    unknown = reason.startswith("Protocol not known")
+    return f"; write a path of this machine, {_USUAL}, or install the fsspec package for it" if unknown else ""
+
+
+def _without_last_slash(url: str) -> str:
+    """Return how people write a folder; the two slashes behind a protocol belong to it.
+
+    >>> _without_last_slash("gs://bucket/folder/"), _without_last_slash("memory://")
+    ('gs://bucket/folder', 'memory://')
+    """
+    return url if url.endswith("://") else url.rstrip("/")
 
 
 class FsspecStore:

@@ -17,7 +17,7 @@ from hfdcp_core.catalog import FileStamp
 from hfdcp_core.errors import UsageError
 from hfdcp_core.local_store import LocalStore
 from hfdcp_core.storage_options import configure, configured
-from hfdcp_core.store_base import Listing, os_faults, refuse_mangled_url
+from hfdcp_core.store_base import Listing, os_faults, refuse_mangled_url, refuse_nameless_url
 
 __all__ = [
     "Listing",
@@ -154,7 +154,7 @@ def open_store(url: str | os.PathLike[str], *, storage_options: Mapping[str, obj
     '/data/checkpoint'
 
     Raises:
-        UsageError: The URL is empty, lost a slash, or is of a kind that is not installed.
+        UsageError: The URL is empty, lost a slash, names no place, or is of a kind that is not installed.
     """
     address = os.fspath(url)
     refuse_mangled_url(address)
@@ -165,6 +165,7 @@ def open_store(url: str | os.PathLike[str], *, storage_options: Mapping[str, obj
         return LocalStore(_absolute(path, address))
     if not separator and "::" not in address:
         return LocalStore(address)
+    refuse_nameless_url(address)
     from hfdcp_core.fsspec_store import open_fsspec_store
 
     return open_fsspec_store(address, storage_options or {})
@@ -177,6 +178,8 @@ def url_of(source: Source, path: str, start: int = 0) -> str:
 
 
 def _absolute(path: str, url: str) -> str:
+    if not path:
+        raise UsageError(f"{url!r} names no folder; a file URL has three slashes, as in file:///data/checkpoint")
     if not path.startswith(("/", "~")):
         raise UsageError(f"{url!r} names a host; a file URL has three slashes, as in file:///data/checkpoint")
     return path

@@ -50,9 +50,16 @@ _ADVICE: dict[type[StorageError], str] = {
     NoSpace: "; free some space or choose another place",
 }
 
-_MANGLED = re.compile(
-    r"(?:gs|gcs|s3|s3a|hf|memory|https?|abfss?|az|adl|ftp|sftp|ssh|hdfs|webhdfs|file|local|faulty):/(?!/)"
-)
+_REMOTE = "gs|gcs|s3|s3a|hf|https?|abfss?|az|adl|ftp|sftp|ssh|hdfs|webhdfs"
+_MANGLED = re.compile(rf"(?:{_REMOTE}|memory|file|local|faulty|zip|tar):(?!//|:)")
+_NAMELESS = re.compile(rf"(?:^|::)({_REMOTE})://(?=/*(?:$|::))")
+_ONE_NAME = re.compile(r"(?:^|::)(hf)://[^/:]+/?(?:$|::)")
+_NO_ARCHIVE = re.compile(r"(zip|tar|libarchive)://(?!.*::)")
+_PLACES = {
+    "hf": "hf://owner/name, or hf://owner/name@revision",
+    "http": "http://host/path",
+    "https": "https://host/path",
+}
 _USER_INFO = re.compile(r"://[^/@\s]*@")
 _QUERY = re.compile(r"\?[^\s'\"<>)]*")
 _BEARER = re.compile(r"(?i)\b(bearer|basic|token)(\s+|=|:\s*)[^\s,;'\"]+")
@@ -74,6 +81,10 @@ _BY_CLASS_NAME: dict[str, type[StorageError]] = {
     "CredentialRetrievalError": StorageDenied,
     "TokenRetrievalError": StorageDenied,
 }
+_UNREACHABLE = frozenset(
+    {"ClientConnectorError", "ConnectError", "ConnectTimeout", "EndpointConnectionError", "ConnectionRefusedError"}
+)
+"""What aiohttp, httpx, botocore and the system call it if nobody answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +127,30 @@ def checked_folder(folder: str, url: str) -> str:
 
 
 def refuse_mangled_url(url: str) -> None:
-    """Refuse a URL that lost a slash on its way through a path object, as ``Path("gs://b/k")`` does.
+    """Refuse a URL that lost a slash on its way through a path object, as ``Path("gs://b/k")`` does, or never had two.
 
     Raises:
-        UsageError: It begins with a scheme and a single slash.
+        UsageError: It begins with a scheme, a colon, and anything but two slashes.
     """
     if found := _MANGLED.match(url):
-        scheme = found.group().removesuffix(":/")
+        scheme = found.group().removesuffix(":")
         advice = f"write {scheme}:// with two slashes, and never put a URL into a Path, which takes one away"
-        raise UsageError(f"{url!r} is neither a path nor a URL: {advice}")
+        raise UsageError(f"{url!r} is neither a path nor a URL: {advice} (a local folder of that name: ./{url})")
+
+
+def refuse_nameless_url(url: str) -> None:
+    """Refuse a URL that says of which kind a place is, and not where.
+
+    Raises:
+        UsageError: No bucket, host or repository is named, or no archive.
+    """
+    shown = without_secrets(url)
+    if found := _NAMELESS.search(url) or _ONE_NAME.search(url):
+        scheme = found[1]
+        what = {"hf": "repository", "http": "host", "https": "host"}.get(scheme, "bucket or host")
+        raise UsageError(f"{shown} names no {what}: write {_PLACES.get(scheme, f'{scheme}://bucket/folder')}")
+    if found := _NO_ARCHIVE.match(url):
+        raise UsageError(f"{shown} names no archive: write {found[1]}://folder/in/it::/path/of/the/archive")
 
 
 def without_secrets(text: str, secrets: Collection[str] = ()) -> str:
@@ -212,7 +238,9 @@ def foreign_reason(error: Exception, secrets: Collection[str]) -> str:
         text = text or os.strerror(error.errno)
     status = http_status(error)
     answer = f"HTTP {status}, " if status else ""
-    return f"{answer}{type(error).__name__}{': ' if text else ''}{text}"
+    unreachable = not status and any(each.__name__ in _UNREACHABLE for each in type(error).__mro__)
+    advice = "; check the address and the network" if unreachable else ""
+    return f"{answer}{type(error).__name__}{': ' if text else ''}{text}{advice}"
 
 
 @contextmanager

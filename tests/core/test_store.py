@@ -57,13 +57,38 @@ class TestOpenStore:
         [
             ("", "is empty"),
             ("file://host/x", "names a host"),
-            ("nope://x", "Protocol not known: nope"),
+            ("file://", "names no folder; .* file:///data/checkpoint"),
+            ("nope://x", "Protocol not known: nope; write a path of this machine, a URL that begins with gs://, s3://"),
+            ("hf://", "hf:// names no repository: write hf://owner/name, or hf://owner/name@revision"),
+            ("hf://gpt2", "hf://gpt2 names no repository: write hf://owner/name"),
+            ("gs://", "gs:// names no bucket or host: write gs://bucket/folder"),
+            ("s3:///", "s3:/// names no bucket or host: write s3://bucket/folder"),
+            ("https://", "https:// names no host: write https://host/path"),
+            ("simplecache::gs://", "names no bucket or host: write gs://bucket/folder"),
+            ("zip://", "names no archive: write zip://folder/in/it::/path/of/the/archive"),
+            ("zip://step-1", "names no archive"),
+            ("adl://x/y", "a package is not installed: .*adlfs"),
             ("memory://x::nope://y", "Protocol not known: nope"),
         ],
     )
     def test_what_cannot_be_a_store_is_refused(self, url: str, reason: str) -> None:
         with pytest.raises(UsageError, match=reason):
             open_store(url)
+
+    @pytest.mark.parametrize("url", ["s3://b/k", "simplecache::s3://b/k"])
+    def test_where_s3_is_not_installed_the_command_that_installs_it_is_named(self, url: str) -> None:
+        tried = (
+            "import sys; sys.modules['s3fs'] = None\n"
+            "from hfdcp_core.errors import UsageError\n"
+            "from hfdcp_core.store import open_store\n"
+            f"try: open_store({url!r})\n"
+            "except UsageError as error: print(error)"
+        )
+        ran = subprocess.run([sys.executable, "-c", tried], capture_output=True, text=True, check=True)
+        assert ran.stdout == f"{url} cannot be opened: pip install 'hfdcp[s3]'\n"
+
+    def test_the_root_of_a_storage_is_shown_as_it_is_written(self) -> None:
+        assert open_store("memory://").url == "memory://"
 
     def test_an_option_that_a_storage_needs_is_named_and_no_value_is(self) -> None:
         with pytest.raises(UsageError, match="missing 1 required positional argument: 'repo'") as refused:

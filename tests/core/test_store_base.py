@@ -174,11 +174,20 @@ def test_no_secret_stays_in_a_text(text: str, shown: str) -> None:
     assert without_secrets(text, ["AKIA1234", "AKIA12345"]) == shown
 
 
-@pytest.mark.parametrize("url", ["/gs:/x", "gs://x", "a/gs:/x", "x:/y", "folder", "C:/x"])
+@pytest.mark.parametrize("url", ["/gs:/x", "gs://x", "a/gs:/x", "x:/y", "folder", "C:/x", "./s3:", "zip::x"])
 def test_what_only_looks_like_a_mangled_url_is_taken(url: str) -> None:
     refuse_mangled_url(url)
 
 
-def test_a_mangled_url_is_refused() -> None:
-    with pytest.raises(UsageError, match="'s3:/b/k' is neither a path nor a URL: write s3://"):
-        refuse_mangled_url("s3:/b/k")
+@pytest.mark.parametrize("url", ["s3:/b/k", "s3:", "s3:b/k"])
+def test_a_mangled_url_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match=rf"'{url}' is neither a path nor a URL: write s3:// .*: \./{url}\)"):
+        refuse_mangled_url(url)
+
+
+def test_where_nobody_answers_it_is_said_what_to_look_at() -> None:
+    refused = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+    said = r"Connection refused; check the address and the network$"
+    with pytest.raises(StorageError, match=said) as raised, foreign_faults("list https://host", ()):
+        raise refused
+    assert raised.value.retryable
