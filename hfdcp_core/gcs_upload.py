@@ -25,6 +25,7 @@ from contextlib import suppress
 from typing import Any
 
 import aiohttp
+import numpy as np
 from awscrt import checksums
 from fsspec.asyn import sync
 from fsspec.spec import AbstractFileSystem
@@ -73,7 +74,9 @@ class GcsUpload:
         while rest and self._sent + self._filled < self._target.size:
             chunk = self._buffers[0]
             part = rest[: min(len(chunk) - self._filled, self._target.size - self._sent - self._filled)]
-            chunk[self._filled : self._filled + len(part)] = part
+            # numpy lets the loop that sends the chunk before run meanwhile, as the slices of a memoryview do not.
+            place = chunk[self._filled : self._filled + len(part)]
+            np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(part, np.uint8))
             self._filled += len(part)
             rest = rest[len(part) :]
             if self._filled == len(chunk) and self._sent + self._filled < self._target.size:  # the last one publishes

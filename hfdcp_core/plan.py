@@ -38,7 +38,7 @@ BUFFERS = 3
 SCRATCH = 2
 """Windows' worth of room for boxes that are read apart and then put into place, and for items of odd strides."""
 
-AHEAD_BYTES = 96 << 20
+AHEAD_BYTES = 64 << 20
 """Bytes of a remote source that are on their way, or wait for their turn, for each file in flight."""
 
 

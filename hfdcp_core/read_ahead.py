@@ -14,13 +14,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+
 from hfdcp_core.catalog import FileStamp
 from hfdcp_core.errors import HfdcpError
 from hfdcp_core.fetches import Fetch
 from hfdcp_core.store import Listing, Source, url_of
 
-IN_FLIGHT = 16
-"""Requests at the same time, where the budget allows so many."""
+IN_FLIGHT = 8
+"""Requests of a file at the same time; 16 took a fifth more processor time for each byte (measured with gcsfs)."""
 _LOOKED_AT = 4  # fetches that begin before a range, of which one may hold it: only the ends of items overlap
 
 
@@ -73,7 +75,8 @@ class ReadAhead:
             self._source.read_into(path, start, buffer)
         else:
             offset, data = found
-            whole[:] = memoryview(data)[offset : offset + len(whole)]
+            # numpy lets the loop of the library run meanwhile, as the slices of a memoryview do not.
+            np.copyto(np.frombuffer(whole, np.uint8), np.frombuffer(data, np.uint8, len(whole), offset))
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Return the bytes ``[start, stop)``."""
