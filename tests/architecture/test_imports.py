@@ -50,6 +50,7 @@ RANKS = (
     ("examine", "replicas", "copies"),
     ("gather_dcp",),
     ("gather",),
+    ("search",),
     ("locate",),
     ("fill", "read_ahead"),
     ("consolidate", "assets"),

@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import HfApi
 from safetensors.torch import save
 
-from hfdcp_core import locate as locating
 from hfdcp_core.errors import (
     CorruptFile,
     IncompleteCheckpoint,
@@ -28,9 +27,11 @@ from hfdcp_core.inspection import inspect
 from hfdcp_core.job import Job
 from hfdcp_core.locate import Located, locate, relocate, reopen
 from hfdcp_core.run import Pinned
+from hfdcp_core.search import MOST_TRIED, Search
 from hfdcp_core.storage_options import configure
 from hfdcp_core.store import open_store
 from hfdcp_core.testing.checkpoints import Truth
+from hfdcp_core.testing.faulty import FOREVER, Fault, faulty_store
 from hfdcp_core.testing.hub import Hub
 
 Files = Mapping[str, bytes]
@@ -141,7 +142,53 @@ def test_a_parent_descends_to_the_one_checkpoint_and_says_so(
 def test_a_place_that_is_a_checkpoint_is_the_one_whatever_lies_below(root: str, ckpt: Files) -> None:
     put(root, {"step-5": ckpt, "out": ckpt, "sharded": ckpt, "model.safetensors": WEIGHTS})
     found = find(root)
-    assert (found.pinned, found.said, found.catalog.format) == (Pinned(), (), "safetensors")
+    assert (found.pinned, found.catalog.format) == (Pinned(), "safetensors")
+
+
+def test_what_else_lies_in_a_checkpoint_is_said(root: str, ckpt: Files) -> None:
+    """Final weights beside the steps of the run, or beside a copy of the last one."""
+    put(root, {"model.safetensors": WEIGHTS, "ckpt": ckpt, "old/pytorch_model.bin": b"x", "optimizer_0": ckpt})
+    put(root, {"notes/x": b"x", "out/.hfdcp/lock": b"", "out/model.safetensors": WEIGHTS})
+    assert find(root).said == (
+        "also here, and not read: ckpt (torch distributed checkpoint), old (weights in plain pickles)",
+    )
+    put(root, {f"step-{number}": ckpt for number in range(30)})
+    (said,) = find(root).said
+    assert said.startswith("also here, and not read: step-29 (")
+    assert said.endswith(", and 11 more")
+
+
+def test_folders_of_a_checkpoint_that_nobody_may_look_into_are_no_fault(tmp_path: Path, ckpt: Files) -> None:
+    put(str(tmp_path), {**ckpt, "inner": ckpt})
+    with faulty_store(str(tmp_path)) as faults:
+        assert find(faults.url).said[0].startswith("also here")
+        faults.add(Fault("list", "inner", error=PermissionError("not yours"), times=FOREVER))
+        assert find(faults.url).said == ()
+
+
+FILES = {
+    ".metadata": "is a file; give the folder that it lies in: {root}$",
+    DISTCP: "is a file; give the folder that it lies in: {root}$",
+    "model.safetensors": "is a file; give the folder that it lies in: {root}$",
+    "model.safetensors.index.json": "is a file; give the folder that it lies in: {root}$",
+    "notes.txt": "is a file; give the folder that it lies in: {root}$",
+    "last.ckpt": "cannot be read: weights in plain pickles: load them where you trust them",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("asked", [{}, {"latest": True}], ids=["the one", "latest"])
+def test_a_file_in_the_place_of_its_folder_is_refused_with_the_folder(root: str, name: str, asked: object) -> None:
+    put(root, {name: b"x"})
+    for url in (f"{root}/{name}", f"{root}/{name}/"):
+        with pytest.raises(UnknownFormat, match=FILES[name].format(root=root)):
+            find(url, **asked)
+
+
+def test_a_file_as_a_further_place_is_refused_with_its_folder_too(root: str, ckpt: Files) -> None:
+    put(root, {"a": ckpt, "b": ckpt})
+    with pytest.raises(UnknownFormat, match=rf"b/\.metadata is a file; .*: {root}/b$"):
+        find(f"{root}/a", also=(f"{root}/b/.metadata",))
 
 
 def test_a_named_folder_is_read_even_if_nobody_would_look_into_it(root: str, ckpt: Files) -> None:
@@ -163,6 +210,33 @@ def test_several_checkpoints_are_listed_by_step_and_what_they_are(root: str, ckp
         "step-10: torch distributed checkpoint",
         "step-11: torch distributed checkpoint; not finished: no .metadata, which is written last",
     )
+
+
+def test_each_that_is_not_complete_is_marked_where_several_are_listed(root: str, ckpt: Files) -> None:
+    cases = broken(ckpt)
+    put(root, {f"step-{number}": files for number, (files, _) in enumerate(cases.values(), 1)} | {"step-99": ckpt})
+    put(root, {"step-50": {**ckpt, ".metadata": b"\x80\x04cos\nsystem\n(S'true'\ntR."}})
+    with pytest.raises(UnknownFormat, match="more than one could be meant") as caught:
+        find(root)
+    said = dict(problem.split(": ", 1) for problem in caught.value.problems)
+    assert said.pop("step-99") == "torch distributed checkpoint"
+    assert said.pop("step-50").startswith("torch distributed checkpoint; cannot be used: .metadata: names 'os.system'")
+    nothing = next(number for number, case in enumerate(cases, 1) if case == "nothing yet")
+    assert {*said} == {f"step-{number}" for number in range(1, len(cases) + 1) if number != nothing}
+    marks = ("; not finished: ", "; not complete: ", "; cannot be used: ", "; cannot be read")
+    assert all(any(mark in line for mark in marks) for line in said.values())
+
+
+def test_of_a_long_list_the_newest_are_tried_and_the_others_are_said_not_to_be(ckpt: Files) -> None:
+    root = put(f"memory://{uuid.uuid4().hex}", {f"step-{number}": ckpt for number in range(MOST_TRIED + 2)})
+    put(root, {f"step-{MOST_TRIED + 1}": {DISTCP: b"x"}})
+    with pytest.raises(UnknownFormat) as caught:
+        find(root)
+    assert [problem.partition("; ")[2][:15] for problem in caught.value.problems] == [
+        *["not looked into"] * 2,
+        *[""] * (MOST_TRIED - 1),
+        "cannot be used:",
+    ]
 
 
 def test_weights_that_cannot_be_read_are_refused_by_name_with_the_way_out(root: str) -> None:
@@ -189,7 +263,7 @@ def test_readable_weights_beside_unreadable_ones_are_not_taken_unasked(root: str
 def test_a_long_list_says_how_many_folders_were_not_looked_into(ckpt: Files) -> None:
     root = put(f"memory://{uuid.uuid4().hex}", {f"run{n}": ckpt for n in range(8)})
     with pytest.raises(UnknownFormat) as caught:
-        locating._Search(open_store(root), most_listings=4).only()
+        Search(open_store(root), most_listings=4).only()
     assert len(caught.value.problems) == 4
     assert caught.value.problems[-1] == "and 5 folders that were not looked into"
 
@@ -333,7 +407,7 @@ def test_the_work_is_bounded_however_many_folders_there_are(ckpt: Files) -> None
     put(root, {f"data/{n}x/{m}/file": b"x" for n in range(9) for m in range(9)} | {"step-7": ckpt})
     source = Counting(root)
     with pytest.raises(UnknownFormat) as caught:
-        locating._Search(source, most_listings=20).only()
+        Search(source, most_listings=20).only()
     assert source.listings == 20
     assert "folders that were not looked into" in caught.value.problems[-1]
     assert find(f"{root}/step-7").pinned.folder == ""
@@ -343,10 +417,10 @@ def test_not_every_step_of_a_long_run_is_looked_at(ckpt: Files) -> None:
     root = f"memory://{uuid.uuid4().hex}"
     put(root, {f"step-{n}/notes": b"x" for n in range(30)} | {"step-30": ckpt})
     source = Counting(root)
-    assert [step.folder for step in next(iter(locating._Search(source).newest_first()))] == ["step-30"]
+    assert [step.folder for step in next(iter(Search(source).newest_first()))] == ["step-30"]
     assert source.listings == 2
     with pytest.raises(UnknownFormat, match="20 folders were listed"):
-        list(locating._Search(source, most_listings=20).newest_first())
+        list(Search(source, most_listings=20).newest_first())
 
 
 def test_nothing_is_looked_for_deeper_than_a_few_folders(root: str, ckpt: Files) -> None:
