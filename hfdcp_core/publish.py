@@ -64,6 +64,7 @@ def gather(job: Job, *, progress: Progress = SILENT) -> Gathered:
     Raises:
         SourceError: What lies there is no checkpoint, or shows that it is damaged.
         PlanError: The patterns choose nothing, or something that cannot be carried.
+        SinkOccupied: The sink holds an output of an older step than the latest.
     """
     progress.begin("gather", 0)
     _refuse_own_source(job, "")
@@ -73,9 +74,25 @@ def gather(job: Job, *, progress: Progress = SILENT) -> Gathered:
     for line in found.said:
         progress.say(line)
     run = Run(open_store(job.sink))
+    _refuse_newer_step(job, run, found.pinned.folder)
     run.save_source(found.pinned)
     run.save_catalog(found.catalog)
     return gathered
+
+
+def _refuse_newer_step(job: Job, run: Run, folder: str) -> None:
+    """Refuse to go on with another step than the one that the sink was begun with, and leave what is pinned there."""
+    before = run.source().folder
+    if job.latest and before not in {"", folder} and not job.overwrite and run.output_files():
+        raise SinkOccupied(
+            f"{job.sink} holds what was made of {before}, and the newest complete step is {folder} now: choose another "
+            f"sink for it, or --overwrite this one; to go on with the older step, name {_below(job.source, before)} "
+            f"without --latest"
+        )
+
+
+def _below(url: str, folder: str) -> str:
+    return f"{url.rstrip('/')}/{folder}"
 
 
 def _refuse_own_source(job: Job, folder: str) -> None:

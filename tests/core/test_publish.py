@@ -27,6 +27,7 @@ from hfdcp_core.errors import (
 )
 from hfdcp_core.locate import locate
 from hfdcp_core.publish import Job
+from hfdcp_core.run import Run
 from hfdcp_core.state import Cancellation
 from hfdcp_core.store import open_store
 
@@ -261,6 +262,29 @@ def test_no_later_step_takes_another_checkpoint_for_the_latest(saved: Path, job:
     publish.validate_again(asked)
     with pytest.raises(PlanError):
         publish.plan_only(replace(asked, include=("model.embed.weight",)))
+
+
+def test_a_newer_step_is_never_taken_into_the_sink_of_an_older_one_and_the_message_says_what_to_do(
+    saved: Path, job: Job
+) -> None:
+    runs = Path(job.source).parent / "runs"
+    shutil.copytree(saved, runs / "step-9")
+    asked = replace(job, source=str(runs), latest=True, max_file_size=100_000)
+    made = publish.make(asked)
+    (Path(job.sink) / "hfdcp-manifest.json").unlink()  # as if the run had been interrupted
+    assert publish.make(asked) == made
+    shutil.copytree(saved, runs / "step-10")
+    for _ in range(2):
+        with pytest.raises(SinkOccupied) as caught:
+            publish.make(asked)
+        assert f"{job.sink} holds what was made of step-9" in str(caught.value)
+        assert "the newest complete step is step-10 now" in str(caught.value)
+    named = replace(asked, source=f"{runs}/step-9", latest=False)
+    assert f"name {named.source} without --latest" in str(caught.value)
+    assert publish.make(named) == made
+    assert publish.make(replace(asked, sink=f"{job.sink}-10")).plan_digest != made.plan_digest
+    publish.make(replace(asked, overwrite=True))
+    assert Run(open_store(job.sink)).source().folder == "step-10"
 
 
 def test_files_in_two_places_give_what_one_place_gives(job: Job) -> None:
