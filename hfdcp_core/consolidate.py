@@ -1,14 +1,15 @@
 """To consolidate is to carry out one file's copies from a source into a sink, hashing on the way.
 
 The file is made in *windows*: consecutive bytes of it, a few MiB, each of whole rows of a tensor (or of a part of one
-row where a row is larger, or of many small tensors). Three threads work on a file, each on another window:
+row where a row is larger, or of many small tensors). Each is
 
-- one fills windows: a row-sharded part is read straight into its place, any other box is read whole and put there by
-  one strided copy;
-- one hashes: SHA-256 of the file, digest of each tensor;
-- one (the caller's) writes, in file order.
+- filled: a row-sharded part is read straight into its place, any other box is read whole and put there by one strided
+  copy;
+- hashed: SHA-256 of the file, digest of each tensor;
+- written, in file order,
 
-So each source byte is read once, checked, placed, hashed and written once, and a 100 GB tensor takes no more memory
+by three threads on three windows where processors are free for them, by one where other files need them all
+(`hfdcp_core.crew`). So each source byte is read once, checked, placed, hashed and written once, and a 100 GB tensor takes no more memory
 than a small one. The file becomes visible only when everything in it was found right.
 """
 
@@ -16,12 +17,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from hfdcp_core.catalog import FileStamp
+from hfdcp_core.crew import Crew, Helper, usable_processors
 from hfdcp_core.errors import SourceChanged
 from hfdcp_core.fetches import fetches_of
 from hfdcp_core.fill import Filler
@@ -32,7 +34,7 @@ from hfdcp_core.read import page_aligned
 from hfdcp_core.read_ahead import ReadAhead
 from hfdcp_core.state import SILENT, Cancellation, Progress
 from hfdcp_core.store import Source, Upload
-from hfdcp_core.windows import Window, windows_of
+from hfdcp_core.windows import LARGEST_ITEM, Window, windows_of
 
 
 class Creator(Protocol):
@@ -60,13 +62,20 @@ class Nowhere:
         """Do nothing: there is nothing to remove."""
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a file is made; none of it changes a byte."""
+
+    cancellation: Cancellation = field(default_factory=Cancellation)
+    """Heeded between windows."""
+    crew: Crew = field(default_factory=lambda: Crew(usable_processors()))
+    """Shared by all files that are made at the same time."""
+    hashing: bool = True
+    """Whether to hash what is written; the source is held against its own checksums in any case."""
+
+
 def consolidate(
-    plan: FilePlan,
-    source: Source,
-    sink: Creator,
-    *,
-    progress: Progress = SILENT,
-    cancellation: Cancellation | None = None,
+    plan: FilePlan, source: Source, sink: Creator, *, progress: Progress = SILENT, terms: Terms | None = None
 ) -> FileRecord:
     """Make one file.
 
@@ -75,10 +84,11 @@ def consolidate(
         source: The store that its shards lie in.
         sink: The store that it is written to.
         progress: Hears of every window.
-        cancellation: Heeded between windows.
+        terms: How; by default alone on the machine, and hashed.
 
     Returns:
-        What was written: size, SHA-256, the digest of each tensor, and how far the source's own checksums went.
+        What was written: size, SHA-256 and the digest of each tensor unless nothing was to be hashed, and how far the
+        source's own checksums went.
 
     Raises:
         CorruptFile: The source is damaged; nothing appears in the sink.
@@ -86,10 +96,11 @@ def consolidate(
         StorageError: Reading or writing failed; nothing appears in the sink.
     """
     check_stamps(plan.stamps, source)
+    terms = terms or Terms()
     upload = sink.create(plan.path, plan.size)
     try:
-        with _ahead(plan, source) as ahead:
-            record = _Work(plan, ahead, upload, progress, cancellation or Cancellation()).run()
+        with terms.crew.making_a_file(), _ahead(plan, source) as ahead:
+            record = _Work(plan, ahead, upload, progress, terms).run()
         check_stamps(plan.stamps, source)
         upload.commit()
     except BaseException:
@@ -129,58 +140,55 @@ def _ahead(plan: FilePlan, source: Source) -> ReadAhead:
 # ---- work: threads and buffers -------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A window that is being filled."""
+
+    window: Window
+    buffer: memoryview
+    wait: Callable[[], None]
+
+
 class _Work:
     """One file being made."""
 
-    def __init__(
-        self, plan: FilePlan, source: ReadAhead, upload: Upload, progress: Progress, cancellation: Cancellation
-    ) -> None:
+    def __init__(self, plan: FilePlan, source: ReadAhead, upload: Upload, progress: Progress, terms: Terms) -> None:
         self._plan, self._source, self._upload = plan, source, upload
         self._windows = 0
-        self._progress, self._cancellation = progress, cancellation
+        self._progress, self._terms = progress, terms
         self._filler = Filler(plan, source)
-        self._hashes = _Hashes(plan)
+        self._hashes = _Hashes(plan) if terms.hashing else _Unhashed(plan)
 
     def run(self) -> FileRecord:
         header = memoryview(self._plan.header)
         self._hashes.header(header)
         self._upload.write(header)
-        free = deque(page_aligned(self._plan.window_bytes) for _ in range(BUFFERS))
-        with ThreadPoolExecutor(1, "hfdcp-fill") as fill, ThreadPoolExecutor(1, "hfdcp-hash") as hashing:
-            ahead: deque[tuple[Window, memoryview, Future[None]]] = deque()
-            try:
-                for window in windows_of(self._plan):
-                    if not free:
-                        free.append(self._finish(ahead.popleft(), hashing))
-                    buffer = _fitting(free.popleft(), window)
-                    ahead.append((window, buffer, fill.submit(self._filler.fill, window, buffer)))
-                while ahead:
-                    self._finish(ahead.popleft(), hashing)
-            finally:
-                for _, _, waiting in ahead:
-                    waiting.cancel()
+        crew = self._terms.crew
+        free = [page_aligned(max(self._plan.window_bytes, LARGEST_ITEM)) for _ in range(BUFFERS)]
+        begun: deque[_Begun] = deque()
+        with Helper(crew, "hfdcp-fill") as filling, Helper(crew, "hfdcp-hash") as hashing:
+            for window in windows_of(self._plan):
+                while begun and (crew.crowded or not free):
+                    free.append(self._finish(begun.popleft(), hashing))
+                buffer = free.pop()  # the one that was used last: it is still in the processor's cache
+                begun.append(_Begun(window, buffer, filling.begin(partial(self._filler.fill, window, buffer))))
+            while begun:
+                self._finish(begun.popleft(), hashing)
         return replace(self._hashes.record(self._filler.check()), overflowed=self._filler.overflowed())
 
-    def _finish(self, filled: tuple[Window, memoryview, Future[None]], hashing: ThreadPoolExecutor) -> memoryview:
-        window, buffer, future = filled
-        self._cancellation.check()
-        future.result()
+    def _finish(self, begun: _Begun, hashing: Helper) -> memoryview:
+        self._terms.cancellation.check()
+        begun.wait()
         self._source.done(self._windows)
         self._windows += 1
-        data = buffer[: sum(piece.nbytes for piece in window)]
-        hashed = hashing.submit(self._hashes.window, window, data)
+        data = begun.buffer[: sum(piece.nbytes for piece in begun.window)]
+        hashed = hashing.begin(partial(self._hashes.window, begun.window, data))
         try:
             self._upload.write(data)
         finally:
-            hashed.result()
+            hashed()
         self._progress.advance(len(data))
-        return buffer
-
-
-def _fitting(buffer: memoryview, window: Window) -> memoryview:
-    """Return the buffer, or a larger one where a single item does not fit it."""
-    needed = sum(piece.nbytes for piece in window)
-    return buffer if needed <= len(buffer) else page_aligned(needed)
+        return begun.buffer
 
 
 class _Hashes:
@@ -206,3 +214,19 @@ class _Hashes:
         names = (fqn for fqn, _ in self._plan.tensors)
         digests = dict(zip(names, map(digest_text, self._digests), strict=True))
         return FileRecord(self._plan.path, self._plan.size, self._sha256.hexdigest(), digests, check)
+
+
+class _Unhashed:
+    """What is known of a file that nobody hashes."""
+
+    def __init__(self, plan: FilePlan) -> None:
+        self._plan = plan
+
+    def header(self, data: memoryview) -> None:
+        """Pass over it."""
+
+    def window(self, window: Window, data: memoryview) -> None:
+        """Pass over it."""
+
+    def record(self, check: SourceCheck) -> FileRecord:
+        return FileRecord(self._plan.path, self._plan.size, "", {}, check)

@@ -95,6 +95,8 @@ class Job:
     """How plain numbers get scales: ``fp8-block``, or empty for not at all."""
     block_size: tuple[int, ...] = ()
     """Rows and columns of a block that has a scale; empty for what the config or the shapes say."""
+    hashing: bool = True
+    """Whether what is written is hashed; without, the output can be neither validated again nor pushed."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""

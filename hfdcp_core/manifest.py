@@ -56,7 +56,7 @@ class FileRecord:
     size: int
     """Bytes."""
     sha256: str
-    """Lower-case hex: the identity that the Hub keeps for weight files."""
+    """Lower-case hex: the identity that the Hub keeps for weight files; empty where nobody hashed the file."""
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Digest of each tensor in the file, or of the part of it that lies there.
 
@@ -131,6 +131,11 @@ class Manifest:
     """What was done to the numbers."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Tensors that were left out because the config ties them to another one of the same bytes: name and kept name."""
+
+    @property
+    def hashed(self) -> bool:
+        """Whether every weight file was."""
+        return all(record.sha256 for record in self.records)
 
     @property
     def files(self) -> tuple[FileRecord, ...]:

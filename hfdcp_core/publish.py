@@ -17,6 +17,7 @@ from hfdcp_core import casting, extras, hub, quantization, recipe, tying
 from hfdcp_core import consolidate as consolidating
 from hfdcp_core import validate as validating
 from hfdcp_core.catalog import Catalog
+from hfdcp_core.crew import Crew, usable_processors
 from hfdcp_core.errors import (
     Cancelled,
     IncompleteCheckpoint,
@@ -197,7 +198,7 @@ def _summary(catalog: Catalog, job: Job, plan: Plan, settled: tying.Settled, ski
 
 def _planned(run: Run | None, summary: PlanSummary, plan: Plan, job: Job) -> Planned:
     files = tuple(
-        PlannedFile(file.path, file.size, run is not None and run.record(summary.digest, file.path) is not None)
+        PlannedFile(file.path, file.size, run is not None and _whole(run, summary.digest, file.path, job) is not None)
         for file in summary.files
     )
     peaks = sorted((file.peak_bytes for file in plan.files), reverse=True)
@@ -226,9 +227,21 @@ def _refuse_full_sink(run: Run, planned: Planned) -> None:
 
 
 def consolidate(
-    job: Job, index: int, *, progress: Progress = SILENT, cancellation: Cancellation | None = None
+    job: Job,
+    index: int,
+    *,
+    progress: Progress = SILENT,
+    cancellation: Cancellation | None = None,
+    crew: Crew | None = None,
 ) -> FileRecord:
     """Make one output file, counted from 0, unless it is already whole.
+
+    Args:
+        job: What is asked.
+        index: Which file.
+        progress: Hears of every window.
+        cancellation: Heeded between windows.
+        crew: Shared by all files that are made at the same time, in this process.
 
     Raises:
         PlanError: There is no plan, or no such file in it.
@@ -237,15 +250,20 @@ def consolidate(
     """
     run = Run(open_store(job.sink))
     plan, digest = run.file_plan(index), run.planned().digest
-    record = run.record(digest, plan.path)
+    record = _whole(run, digest, plan.path, job)
     if record is not None:
         progress.advance(plan.size - len(plan.header))
         return record
-    record = consolidating.consolidate(
-        plan, reopen(job, run.source()), run.sink, progress=progress, cancellation=cancellation
-    )
+    terms = consolidating.Terms(cancellation or Cancellation(), crew or _crew(job), job.hashing)
+    record = consolidating.consolidate(plan, reopen(job, run.source()), run.sink, progress=progress, terms=terms)
     run.save_record(digest, record)
     return record
+
+
+def _whole(run: Run, digest: str, path: str, job: Job) -> FileRecord | None:
+    """Return the record of a file that need not be made again."""
+    record = run.record(digest, path)
+    return record if record is not None and (record.sha256 or not job.hashing) else None
 
 
 def consolidate_all(
@@ -257,10 +275,10 @@ def consolidate_all(
     """
     summary = Run(open_store(job.sink)).planned()
     progress.begin("consolidate", summary.total_size)
-    stop = cancellation or Cancellation()
+    stop, crew = cancellation or Cancellation(), _crew(job)
     with ThreadPoolExecutor(job.files_at_once, "hfdcp-file") as pool:
         futures = [
-            pool.submit(consolidate, job, index, progress=progress, cancellation=stop)
+            pool.submit(consolidate, job, index, progress=progress, cancellation=stop, crew=crew)
             for index in range(len(summary.files))
         ]
         _stop_at_first_fault(futures, stop)
@@ -268,6 +286,11 @@ def consolidate_all(
     if faults:
         raise next((fault for fault in faults if not isinstance(fault, Cancelled)), faults[0])
     return tuple(future.result() for future in futures)
+
+
+def _crew(job: Job) -> Crew:
+    """Return the processors that the files share: a remote storage lets files wait, which leaves all to helpers."""
+    return Crew(job.files_at_once + 1 if job.remote_file_bytes else usable_processors())
 
 
 def _stop_at_first_fault(futures: list[Future[FileRecord]], stop: Cancellation) -> None:
@@ -298,7 +321,7 @@ def push(job: Job, *, progress: Progress = SILENT) -> hub.Receipt:
     """Commit what the manifest names to the Hub.
 
     Raises:
-        PlanError: The sink holds no complete output, or no repository is named.
+        PlanError: The sink holds no complete output, or one that was never hashed.
         HubError: The Hub refused or failed.
     """
     if not job.repo:
@@ -307,6 +330,7 @@ def push(job: Job, *, progress: Progress = SILENT) -> hub.Receipt:
     manifest = run.manifest()
     if manifest is None:
         raise PlanError(f"{job.sink}: no manifest: the output is not complete, so there is nothing to push")
+    _refuse_unhashed(job, manifest)
     if manifest.ranks:
         raise PlanError(f"{job.sink} is sharded for {manifest.ranks} ranks: no model repository; consolidate it first")
     return hub.push(
@@ -320,6 +344,11 @@ def push(job: Job, *, progress: Progress = SILENT) -> hub.Receipt:
         overwrite=job.overwrite,
         progress=progress,
     )
+
+
+def _refuse_unhashed(job: Job, manifest: Manifest) -> None:
+    if not manifest.hashed:
+        raise PlanError(f"{job.sink} was made without hashing: nothing says what its bytes should be; make it again")
 
 
 def make(job: Job, *, progress: Progress = SILENT, cancellation: Cancellation | None = None) -> Manifest:
@@ -360,12 +389,13 @@ def validate_again(job: Job, *, progress: Progress = SILENT) -> Manifest:
 
     Raises:
         ValidationError: They differ; ``problems`` has every difference.
-        PlanError: The sink holds no complete output.
+        PlanError: The sink holds no complete output, or one that was never hashed.
     """
     sink = open_store(job.sink)
     manifest = Run(sink).manifest()
     if manifest is None:
         raise PlanError(f"{job.sink}: no manifest: the output is not complete")
+    _refuse_unhashed(job, manifest)
     problems = validating.validate(sink, manifest, progress=progress)
     if job.source:
         problems += _source_problems(job, manifest)

@@ -23,6 +23,10 @@ from hfdcp_core.operation import grain
 from hfdcp_core.plan import Copy, FilePlan, Plan, row_major
 
 
+LARGEST_ITEM = 8
+"""Bytes of the widest item (F64, C64): no window is smaller."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lattice:
     """How the elements of a dtype and shape are addressed: in whole bytes, sub-byte kinds by the byte."""

@@ -52,7 +52,7 @@ RANKS = (
     ("gather",),
     ("search",),
     ("locate",),
-    ("fill", "read_ahead"),
+    ("fill", "read_ahead", "crew"),
     ("consolidate", "assets"),
     ("tying",),
     ("casting",),

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import FileStamp, Shard, Span, TensorSpec
-from hfdcp_core.consolidate import consolidate
+from hfdcp_core.consolidate import Terms, consolidate
+from hfdcp_core.crew import Crew
 from hfdcp_core.errors import Cancelled, CorruptFile, PlanError, SourceChanged, StorageNotFound
 from hfdcp_core.ops import EMPTY_DIGEST, digest_text, extend_digest
 from hfdcp_core.plan import Copy, FilePlan, Read, row_major
@@ -87,14 +88,19 @@ def plan_for(
     return FilePlan("out.safetensors", header, total, specs, tuple(shards), tuple(copies), stamps, window_bytes)
 
 
-@given(tensors=cut_tensors(), window_bytes=st.integers(1, 300), order=st.permutations(range(3)))
+@given(
+    tensors=cut_tensors(),
+    window_bytes=st.integers(1, 300),
+    order=st.permutations(range(3)),
+    processors=st.sampled_from([1, 8]),
+)
 @settings(max_examples=150, deadline=None)
-def test_however_tensors_are_cut_stored_and_windowed_the_file_holds_their_bytes(
-    tensors: list[tuple[np.ndarray, str, list[Box]]], window_bytes: int, order: list[int]
+def test_however_tensors_are_cut_stored_and_windowed_and_whoever_helps_the_file_holds_their_bytes(
+    tensors: list[tuple[np.ndarray, str, list[Box]]], window_bytes: int, order: list[int], processors: int
 ) -> None:
     sink = fresh()
     plan = plan_for(sink, tensors, window_bytes=window_bytes, order=order)
-    record = consolidate(plan, sink, sink)
+    record = consolidate(plan, sink, sink, terms=Terms(crew=Crew(processors)))
     written = sink.read("out.safetensors", 0, plan.size)
     assert written == plan.header + b"".join(array.tobytes() for array, _, _ in tensors)
     assert record.sha256 == hashlib.sha256(written).hexdigest()
@@ -275,10 +281,21 @@ def test_a_wish_to_stop_is_heeded_between_windows_and_leaves_nothing() -> None:
     wish = Cancellation()
     progress = CountingDown(wish, after=2)
     with pytest.raises(Cancelled):
-        consolidate(plan, sink, sink, progress=progress, cancellation=wish)
+        consolidate(plan, sink, sink, progress=progress, terms=Terms(cancellation=wish))
     assert progress.done == 1024
     with pytest.raises(StorageNotFound):
         sink.stat(plan.path)
+
+
+def test_without_hashing_the_bytes_are_the_same_and_the_sources_own_checksums_are_still_held() -> None:
+    sink = fresh()
+    plan = one_tensor(sink)
+    hashed = consolidate(plan, sink, sink)
+    written = sink.read(plan.path, 0, plan.size)
+    unhashed = consolidate(plan, sink, sink, terms=Terms(hashing=False))
+    assert sink.read(plan.path, 0, plan.size) == written
+    assert (unhashed.sha256, unhashed.tensors) == ("", {})
+    assert (unhashed.size, unhashed.source) == (hashed.size, hashed.source)
 
 
 def test_progress_hears_of_every_byte_of_data() -> None:

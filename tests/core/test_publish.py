@@ -217,6 +217,18 @@ def test_a_file_whose_record_was_lost_is_made_again_and_not_taken_for_anothers(j
     assert_right(job)
 
 
+def test_an_output_that_was_not_hashed_is_right_but_neither_pushed_nor_taken_for_a_hashed_one(job: Job) -> None:
+    fast = replace(job, hashing=False, repo="me/it")
+    publish.make(fast)
+    assert_right(job)
+    with pytest.raises(PlanError, match="made without hashing"):
+        publish.push(fast)
+    with pytest.raises(PlanError, match="made without hashing"):
+        publish.validate_again(job)
+    assert publish.make(job).hashed
+    assert publish.validate_again(job).hashed
+
+
 def test_a_stopped_run_goes_on_where_it_was(job: Job) -> None:
     wish = Cancellation()
     wish.cancel()
