@@ -198,6 +198,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             _LOG.warning("%s: no tensors, so not in the weights: %s", self.path, ", ".join(skipped))
         near = isinstance(self._sink(), LocalStore) and {plan.storage_data for plan in plans} == {platform.node()}
         orders = self._orders(ranks, near=near)
+        self._sink().sweep()  # what a save that failed has left
         return [replace(plan, storage_data=order) for plan, order in zip(plans, orders, strict=True)]
 
     def _orders(self, ranks: Sequence[Boxes], *, near: bool) -> list[Order]:

@@ -29,7 +29,7 @@ def run_ranks(script: Path, ranks: int, *arguments: str) -> str:
         env=environment,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.returncode == 0, done.stderr[:6000]
     return done.stdout
 
 
