@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfdcp_core.json_text import inserted, removed, replaced
@@ -15,6 +15,7 @@ LEAVES = st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.li
 OBJECTS = st.dictionaries(KEYS, LEAVES | st.dictionaries(KEYS, LEAVES, max_size=3), max_size=4)
 
 
+@settings(deadline=None)
 @given(value=OBJECTS, indent=st.sampled_from([None, 0, 2, "\t"]), path=st.lists(KEYS, min_size=1, max_size=2))
 def test_a_member_is_removed_and_nothing_else(
     value: dict[str, object], indent: int | str | None, path: list[str]
@@ -32,6 +33,7 @@ def test_a_member_is_removed_and_nothing_else(
         assert after == json.dumps(expected)
 
 
+@settings(deadline=None)
 @given(value=OBJECTS, indent=st.sampled_from([None, 2]), key=KEYS)
 def test_a_member_is_written_first_or_in_its_place(value: dict[str, object], indent: int | None, key: str) -> None:
     text = json.dumps(value, indent=indent)
@@ -44,12 +46,19 @@ def test_a_member_is_written_first_or_in_its_place(value: dict[str, object], ind
 @pytest.mark.parametrize(
     ("text", "after"),
     [
+        ('{"b": {"a": 1}}', '{"b": {"a": 1}}'),
         ('{ "a" : 1 , "b": 2 }', '{ "b": 2 }'),
         ('{ "b": 2 , "a" : 1 }', '{ "b": 2 }'),
         ('{"a": 1, "a": {"a": 2}, "b": {"a": 1}}', '{"b": {"a": 1}}'),
         ("{}", "{}"),
     ],
-    ids=["first", "last", "twice", "absent"],
+    ids=["elsewhere", "first", "last", "twice", "absent"],
 )
 def test_one_comma_goes_with_a_member(text: str, after: str) -> None:
     assert removed(text, ("a",)) == after
+
+
+def test_a_member_is_removed_where_its_path_leads() -> None:
+    text = '{"a": {"x": 1, "y": 2}, "b": {"y": 3}}'
+    assert removed(text, ("a", "y")) == '{"a": {"x": 1}, "b": {"y": 3}}'
+    assert replaced(text, ("b", "y"), "4") == '{"a": {"x": 1, "y": 2}, "b": {"y": 4}}'

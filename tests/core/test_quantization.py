@@ -106,6 +106,11 @@ def test_a_cast_to_eight_bits_leaves_those_that_are_there() -> None:
 # ---- dequantising ----
 
 
+def test_what_is_no_number_with_a_scale_stays_where_only_scales_are_asked_away() -> None:
+    found = settled({**SCALED, "f4": ("F4", 4), "e": ("F8_E8M0", 4)}, Numerics(dequantize=True))
+    assert (found["f4"], found["e"]) == (("F4[4]", None), ("F8_E8M0[4]", None))
+
+
 @pytest.mark.parametrize(("dtype", "expected"), [("", "BF16"), ("F16", "F16")])
 def test_numbers_and_scales_become_one_plain_tensor(dtype: str, expected: str) -> None:
     found = settled(SCALED, Numerics(dtype, dequantize=True))

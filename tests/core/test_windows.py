@@ -15,7 +15,7 @@ from hfdcp_core.job import Job
 from hfdcp_core.layout import shard_name
 from hfdcp_core.publish import make
 from hfdcp_core.safetensors_file import SHARDING_INFO, write_header
-from hfdcp_core.windows import lattice_box
+from hfdcp_core.windows import lattice_box, windows
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,15 @@ def test_a_box_of_a_packed_kind_that_cuts_a_byte_is_refused(dtype: str, box: Box
 )
 def test_a_box_of_whole_bytes_is_counted_in_items(dtype: str, box: Box, shape: tuple[int, ...], expected: Box) -> None:
     assert lattice_box(dtype, box, shape) == expected
+
+
+def test_windows_end_at_the_grain_of_what_makes_them_where_they_are_large_enough() -> None:
+    tensors = [TensorSpec("U8", (10, 4))]
+    rows = [
+        [piece.box.shape[0] for window in windows(tensors, size, grains=grains) for piece in window]
+        for size, grains in ((28, {}), (28, {0: (4, 1)}), (8, {0: (4, 1)}))
+    ]
+    assert rows == [[7, 3], [4, 4, 2], [2, 2, 2, 2, 2]]
 
 
 ODD_ROWS = {"a": ("F4", (2, 3)), "b": ("F6_E2M3", (2, 2)), "c": ("F4", (6, 5)), "d": ("F4", (2, 4, 3))}

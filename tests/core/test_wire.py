@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hfdcp_core import wire
@@ -17,7 +17,8 @@ from hfdcp_core.catalog import RAW, TORCH_SAVE, Catalog, FileStamp, ObjectItem, 
 from hfdcp_core.dtypes import TABLE
 from hfdcp_core.errors import ValidationError
 from hfdcp_core.manifest import CrcPart, FileRecord, Manifest, SourceCheck
-from hfdcp_core.plan import Copy, FilePlan, Read, row_major
+from hfdcp_core.operation import DEQUANTIZE, Operand, Operation
+from hfdcp_core.plan import Copy, FilePlan, Making, Read, row_major
 
 # ---- values of every kind -------------------------------------------------------------------------------------------
 
@@ -101,7 +102,17 @@ def file_plans(draw: st.DrawFn) -> FilePlan:
         tuple(copies),
         draw(many(STAMPS)),
         draw(COUNT),
+        *draw(st.sampled_from([((), ()), made(len(tensors))])),
     )
+
+
+def made(tensors: int) -> tuple[tuple[tuple[str, TensorSpec], ...], tuple[Making, ...]]:
+    """Return the operands of a file plan and what is made from them."""
+    numbers, scales = TensorSpec("F8_E4M3", (4, 6)), TensorSpec("F32", (2, 3))
+    operands = (Operand("w", numbers), Operand("w_scale", scales))
+    operation = Operation(DEQUANTIZE, operands, TensorSpec("BF16", (4, 6)), (2, 2))
+    making = Making(0, operation, Box((2, 0), (2, 6)), (tensors, tensors + 1))
+    return (("w", numbers), ("w_scale", scales)), (making,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +166,7 @@ def test_a_file_plan_comes_back(plan: FilePlan) -> None:
     assert wire.load_file_plan(wire.dump_file_plan(plan)) == plan
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # the values are many, and a machine may be busy
 @given(catalogs(), file_plans(), MANIFESTS)
 def test_documents_are_the_same_bytes_each_time_and_after_a_round_trip(
     catalog: Catalog, plan: FilePlan, manifest: Manifest
@@ -446,4 +458,4 @@ def typed(value: object) -> bool:
         return all(map(typed, value))
     if isinstance(value, dict):
         return all(type(key) is str for key in value) and all(map(typed, value.values()))
-    return value is None or type(value) in {int, str, bytes}
+    return value is None or type(value) in {bool, int, str, bytes}

@@ -7,7 +7,16 @@ from hfdcp_core.catalog import Shard, Skipped, Span, TensorSpec
 from hfdcp_core.hub import Receipt
 from hfdcp_core.inspection import Inspection, Tensor, Wanted
 from hfdcp_core.job import Job
-from hfdcp_flows.report import SHOWN_SHARDS, SHOWN_TENSORS, left_out, of_inspection, of_receipt
+from hfdcp_core.manifest import FileRecord, Manifest
+from hfdcp_flows.report import (
+    SHOWN_OVERFLOWS,
+    SHOWN_SHARDS,
+    SHOWN_TENSORS,
+    left_out,
+    of_inspection,
+    of_manifest,
+    of_receipt,
+)
 
 JOB = Job(source="runs/7b", sink="out", repo="me/7b")
 
@@ -111,3 +120,18 @@ def test_a_receipt_says_when_there_was_nothing_to_do() -> None:
     assert of_receipt("push", receipt(created=False, unchanged=True), JOB).text == (
         "me/7b already holds exactly this: https://hub/me/7b\ncommit abc on main"
     )
+
+
+@pytest.mark.parametrize("tensors", [1, SHOWN_OVERFLOWS + 2])
+def test_numbers_too_large_are_counted_and_the_worst_tensors_named(tensors: int) -> None:
+    records = [FileRecord(f"{part}.safetensors", 1, "0", {}, overflowed={"w0": 50}) for part in "ab"]
+    records += [FileRecord("c.safetensors", 1, "0", {}, overflowed={f"w{n}": n for n in range(1, tensors)})]
+    lines = of_manifest("consolidate", Manifest("p", "s", "dcp", tuple(records)), JOB).text.splitlines()
+    [line] = [line for line in lines if line.startswith("OVERFLOW")]
+    assert line.startswith(f"OVERFLOW: {100 + sum(range(tensors))} numbers too large for the dtype")
+    assert ": w0 100" in line
+    assert line.endswith(" and 2 more") == (tensors > SHOWN_OVERFLOWS)
+
+
+def test_where_every_number_fits_nothing_is_said_of_it() -> None:
+    assert "OVERFLOW" not in of_manifest("consolidate", Manifest("p", "s", "dcp", ()), JOB).text
