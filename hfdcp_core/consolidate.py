@@ -67,7 +67,7 @@ class Terms:
     """How a file is made; none of it changes a byte."""
 
     cancellation: Cancellation = field(default_factory=Cancellation)
-    """Heeded between windows."""
+    """Heeded between windows, and between the tensors of one."""
     crew: Crew = field(default_factory=lambda: Crew(usable_processors()))
     """Shared by all files that are made at the same time."""
     hashing: bool = True
@@ -156,7 +156,7 @@ class _Work:
         self._plan, self._source, self._upload = plan, source, upload
         self._windows = 0
         self._progress, self._terms = progress, terms
-        self._filler = Filler(plan, source)
+        self._filler = Filler(plan, source, terms.cancellation)
         self._hashes = _Hashes(plan) if terms.hashing else _Unhashed(plan)
 
     def run(self) -> FileRecord:

@@ -7,6 +7,7 @@ not looked at. Nothing of torch is imported, and no tensor is unpickled: its pay
 - `distcp_scan`: which opcodes a pickle may use, and dictionaries as flat lists;
 - `distcp_records`, `distcp_metadata`: the inert records, and what a ``.metadata`` says with them;
 - `distcp_zip`, `distcp_item`: the zip directory of an item, and where its payload lies;
+- `distcp_form`: what was learned of one item holds for those like it;
 - `distcp_object`: the plain value that an item holds which is no tensor, read without any unpickler.
 """
 
@@ -20,10 +21,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from hfdcp_core import distcp_records as records
+from hfdcp_core.distcp_form import Known
 from hfdcp_core.distcp_item import StorageRef, TensorRef, TorchItem, item_of
 from hfdcp_core.distcp_metadata import DcpMetadata, metadata_of
 from hfdcp_core.distcp_object import TENSORS, ObjectContent, hides_tensors, read_object
 from hfdcp_core.distcp_scan import Rules, disarm
+from hfdcp_core.distcp_zip import Item
 from hfdcp_core.dtypes import NOT_IN_SAFETENSORS, TABLE
 from hfdcp_core.errors import CorruptFile, HfdcpError, SourceError, UnsafePickle
 
@@ -188,7 +191,13 @@ def read_metadata(raw: bytes, *, path: str) -> DcpMetadata:
         return metadata_of(_load(raw, _METADATA_GLOBALS, path, persistent_ids=False), where=path, budget=len(raw))
 
 
-def read_item(fetch: Callable[[int, int], bytes], length: int, *, where: str) -> TorchItem:
+_ALIKE: Known[TorchItem] = Known()
+"""What was learned of items: those of many small tensors are much the same."""
+
+
+def read_item(
+    fetch: Callable[[int, int], bytes], length: int, *, where: str, known: Known[TorchItem] = _ALIKE
+) -> TorchItem:
     """Find the payload of one ``torch.save`` item of ``length`` bytes, in a few small reads.
 
     Args:
@@ -205,7 +214,7 @@ def read_item(fetch: Callable[[int, int], bytes], length: int, *, where: str) ->
     def load(raw: bytes, name: str) -> object:
         return _load(raw, _TENSOR_GLOBALS, name, persistent_ids=True)
 
-    return item_of(fetch, length, where=where, load=load)
+    return item_of(Item(fetch, length, where), load=load, known=known)
 
 
 @contextmanager

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hfdcp_core import distcp_zip
+from hfdcp_core.distcp_form import Form, Known
 from hfdcp_core.distcp_records import Fields, TorchDtype, described
 from hfdcp_core.dtypes import Dtype, dtype_of_torch
 from hfdcp_core.errors import UnknownDtype
@@ -102,22 +103,34 @@ def row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def item_of(
-    fetch: Callable[[int, int], bytes], length: int, *, where: str, load: Callable[[bytes, str], object]
-) -> TorchItem:
+def item_of(item: distcp_zip.Item, *, load: Callable[[bytes, str], object], known: Known[TorchItem]) -> TorchItem:
     """Read an item's directory and its small records; ``load`` turns its pickle into a `TensorRef`.
+
+    Items like one that is ``known`` are opened at a glance.
 
     Raises:
         CorruptFile: The archive or its pickle is damaged, or they contradict each other.
         UnknownDtype: safetensors cannot hold the dtype.
     """
-    item = distcp_zip.Item(fetch, length, where)
+    if recalled := known.recall(item):
+        form, alike = recalled
+        return replace(alike, crc32=form.crc32(item))
+    found, learned = _opened(item, load)
+    if learned:
+        known.remember(item, learned, found)
+    return found
+
+
+def _opened(item: distcp_zip.Item, load: Callable[[bytes, str], object]) -> tuple[TorchItem, Form | None]:
+    """Open an item of a form that is not known, and return that, too."""
+    where = item.where
     records = distcp_zip.directory(item)
     roots = [name.removesuffix("/data.pkl") for name in records if name.endswith("/data.pkl")]
     if len(roots) != 1:
         item.fail(f"expected one record data.pkl in it, found {len(roots)}")
-    pickled = distcp_zip.content(item, _record(item, records, f"{roots[0]}/data.pkl"), most=_MOST_PICKLE_BYTES)
-    order = distcp_zip.content(item, _record(item, records, f"{roots[0]}/byteorder"), most=_MOST_ORDER_BYTES)
+    read = pickle_name, order_name = f"{roots[0]}/data.pkl", f"{roots[0]}/byteorder"
+    pickled = distcp_zip.content(item, records[pickle_name], most=_MOST_PICKLE_BYTES)
+    order = distcp_zip.content(item, _record(item, records, order_name), most=_MOST_ORDER_BYTES)
     if order not in _BYTE_ORDERS:
         item.fail(f"byteorder is {order!r}, neither little nor big")
     view = _View(load(pickled, f"{where}: data.pkl"), f"{where}: data.pkl", len(pickled))
@@ -126,12 +139,13 @@ def item_of(
     start, stop = distcp_zip.content_span(item, payload)
     # A writer that computes no checksums states 0 for every record; else 0 is the true CRC-32 of the payload.
     computed = not payload.size or any(record.crc32 for record in records.values())
-    return TorchItem(
+    found = TorchItem(
         start=start, stop=stop, crc32=payload.crc32 if computed else None,
         dtype=view.dtype.name, shape=view.shape, strides=view.strides, storage_offset=view.offset,
         storage_bytes=payload.size, unit_bytes=view.unit_bytes, unit_shape=view.size,
         big_endian=_BYTE_ORDERS[order], conjugate=view.conjugate,
     )  # fmt: skip
+    return found, Form.of(item, records, payload=payload, read=read)
 
 
 def _record(item: distcp_zip.Item, records: Mapping[str, distcp_zip.Record], name: str) -> distcp_zip.Record:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 from hfdcp_core.errors import CorruptFile
@@ -20,6 +20,8 @@ _END64_LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _ENTRY = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
+_CRC32_AT = 16
+"""Where an entry of the directory has the checksum."""
 _FULL_16, _FULL_32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED = 0x0001
 _ZIP64 = 1
@@ -41,8 +43,10 @@ class Record:
     """Bytes of its content."""
     crc32: int
     """CRC-32 of its content as stated; 0 also where the writer was told not to compute it."""
-    limit: int = 0
+    limit: int
     """Where the next record or the directory starts: its content must end before."""
+    crc32_at: int
+    """Where the directory states the checksum."""
 
 
 class Item:
@@ -57,6 +61,8 @@ class Item:
     def __init__(self, fetch: Callable[[int, int], bytes], length: int, where: str) -> None:
         self.length = length
         self.where = where
+        self.looked_at: list[tuple[int, int]] = []
+        """Everything that what was found depends on, beside the length: spans of the item, as they were read."""
         self._fetch = fetch
         first = 0 if length <= _WHOLE_BYTES else length - _TAIL_BYTES
         self._pieces = [(first, self._fetched(first, length))]
@@ -69,6 +75,10 @@ class Item:
         """Return the bytes ``[start, stop)``."""
         if not 0 <= start <= stop <= self.length:
             self.fail(f"bytes {start} to {stop} of an item of {self.length} bytes")
+        self.looked_at.append((start, stop))
+        return self._read(start, stop)
+
+    def _read(self, start: int, stop: int) -> bytes:
         for first, piece in self._pieces:
             if first <= start and stop <= first + len(piece):
                 return piece[start - first : stop - first]
@@ -84,8 +94,8 @@ class Item:
         return piece
 
     def tail(self, size: int) -> bytes:
-        """Return the last ``size`` bytes, or all where there are fewer."""
-        return self.read(max(0, self.length - size), self.length)
+        """Return the last ``size`` bytes, or all where there are fewer; who finds something there says so."""
+        return self._read(max(0, self.length - size), self.length)
 
 
 def directory(item: Item, *, most: int = _MOST_DIRECTORY_BYTES) -> Mapping[str, Record]:
@@ -98,16 +108,22 @@ def directory(item: Item, *, most: int = _MOST_DIRECTORY_BYTES) -> Mapping[str, 
     if size > most or count * _ENTRY.size > size:
         item.fail(f"a zip directory of {count} records in {size} bytes")
     raw = item.read(start, start + size)
-    records: dict[str, Record] = {}
+    entries: dict[str, tuple[int, int, int, int]] = {}
     position = 0
     for _ in range(count):
-        record, position = _entry(item, raw, position)
-        if record.name in records:
-            item.fail(f"two zip records of the name {record.name!r}")
-        records[record.name] = record
+        name, entry, stop = _entry(item, raw, position)
+        if name in entries:
+            item.fail(f"two zip records of the name {name!r}")
+        entries[name] = (*entry, start + position + _CRC32_AT)
+        position = stop
     if position != size:
         item.fail(f"a zip directory of {size} bytes whose {count} records end at byte {position}")
-    return _limited(records, start)
+    ordered = sorted(entries.items(), key=lambda named: named[1][0])
+    limits = [*(entry[0] for _, entry in ordered), start][1:]
+    return {
+        name: Record(name, first, size, crc, limit, at)
+        for (name, (first, size, crc, at)), limit in zip(ordered, limits, strict=True)
+    }
 
 
 def content_span(item: Item, record: Record) -> tuple[int, int]:
@@ -126,6 +142,12 @@ def content_span(item: Item, record: Record) -> tuple[int, int]:
     if start + record.size > record.limit:
         item.fail(f"{record.name!r} of {record.size} bytes at byte {start} runs into what follows at {record.limit}")
     return start, start + record.size
+
+
+def is_streamed(item: Item, record: Record) -> bool:
+    """Whether the record's checksum stands in the directory and behind its content only, as torch writes it."""
+    _, _, flags, _, _, _, crc, *_ = _LOCAL.unpack(item.read(record.start, record.start + _LOCAL.size))
+    return bool(flags & 8) and not crc
 
 
 def content(item: Item, record: Record, *, most: int) -> bytes:
@@ -160,7 +182,9 @@ def _find_end(item: Item) -> int:
         at = len(tail)
         while (at := tail.rfind(b"PK\5\6", 0, at)) >= 0:
             if at + _END.size <= len(tail) and at + _END.size + _END.unpack_from(tail, at)[-1] == len(tail):
-                return item.length - len(tail) + at
+                found = item.length - len(tail) + at
+                item.looked_at.append((found, item.length))
+                return found
     raise CorruptFile(
         f"{item.where}: no zip directory at its end: cut off, overwritten, or no torch.save archive "
         "(what torch saves with SerializationFormat.SAFETENSORS cannot be read back, by torch neither)"
@@ -181,8 +205,8 @@ def _zip64_end(item: Item, end: int) -> tuple[int, list[int]] | None:
     return start, numbers
 
 
-def _entry(item: Item, raw: bytes, position: int) -> tuple[Record, int]:
-    """Return the record of the directory that begins at ``position``, and where the next begins."""
+def _entry(item: Item, raw: bytes, position: int) -> tuple[str, tuple[int, int, int], int]:
+    """Return name, start, size and checksum of the record at ``position`` of the directory, and where the next is."""
     if position + _ENTRY.size > len(raw):
         item.fail("a zip directory that is cut off")
     fields = _ENTRY.unpack_from(raw, position)
@@ -193,16 +217,17 @@ def _entry(item: Item, raw: bytes, position: int) -> tuple[Record, int]:
     name = raw[name_start:extra_start].decode("utf-8", "replace")
     if magic != b"PK\1\2" or extra_start + extra_bytes + comment_bytes > len(raw):
         item.fail("a damaged zip directory")
-    extra = raw[extra_start : extra_start + extra_bytes]
-    size, packed, start = _zip64_numbers(item, extra, (size, packed, start))
+    if _FULL_32 in (size, packed, start):
+        extra = raw[extra_start : extra_start + extra_bytes]
+        size, packed, start = _zip64_numbers(item, extra, (size, packed, start))
     if method or flags & _ENCRYPTED or packed != size or disk:
         item.fail(f"{name!r} is compressed or encrypted; torch stores records as they are")
-    return Record(name, start, size, crc), extra_start + extra_bytes + comment_bytes
+    return name, (start, size, crc), extra_start + extra_bytes + comment_bytes
 
 
 def _zip64_numbers(item: Item, extra: bytes, numbers: tuple[int, int, int]) -> tuple[int, int, int]:
     """Replace the numbers that did not fit into 32 bits by those of the zip64 extra field, in its order."""
-    wide = _zip64_field(extra) if _FULL_32 in numbers else b""
+    wide = _zip64_field(extra)
     if len(wide) < 8 * numbers.count(_FULL_32):
         item.fail("a zip directory whose zip64 sizes are missing")
     values = iter(struct.unpack_from(f"<{len(wide) // 8}Q", wide))
@@ -218,10 +243,3 @@ def _zip64_field(extra: bytes) -> bytes:
             return extra[position + 4 : position + 4 + size]
         position += 4 + size
     return b""
-
-
-def _limited(records: Mapping[str, Record], stop: int) -> dict[str, Record]:
-    """Return the records with their limits, which lie in the order in which the records start."""
-    ordered = sorted(records.values(), key=lambda record: record.start)
-    limits = [*(record.start for record in ordered), stop][1:]
-    return {record.name: replace(record, limit=limit) for record, limit in zip(ordered, limits, strict=True)}

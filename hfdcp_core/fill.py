@@ -17,11 +17,12 @@ import numpy as np
 
 from hfdcp_core.box import Box
 from hfdcp_core.errors import PlanError
-from hfdcp_core.manifest import SourceCheck
+from hfdcp_core.manifest import CrcPart, SourceCheck
 from hfdcp_core.numeric import CHUNK, Bits, Workspace
 from hfdcp_core.operate import operate
 from hfdcp_core.plan import Copy, FilePlan, Making
 from hfdcp_core.read import Payload, gather_strided, open_payload, page_aligned
+from hfdcp_core.state import Cancellation
 from hfdcp_core.store import Source
 from hfdcp_core.tiling import Held, rooms_of, tiles_of
 from hfdcp_core.windows import Copies, Lattice, Piece, Window, view_of
@@ -30,14 +31,14 @@ from hfdcp_core.windows import Copies, Lattice, Piece, Window, view_of
 class Filler:
     """Fills windows from the source, in file order, in one thread."""
 
-    def __init__(self, plan: FilePlan, source: Source) -> None:
-        """Take the plan of a file and the store that its shards lie in; nothing is read yet."""
-        self._plan, self._source = plan, source
+    def __init__(self, plan: FilePlan, source: Source, cancellation: Cancellation) -> None:
+        """Take a file's plan, the store that its shards lie in, and who may wish for a stop; nothing is read yet."""
+        self._plan, self._source, self._cancellation = plan, source, cancellation
         self._copies = Copies(plan)
         self._scratch = page_aligned(plan.window_bytes)
         self._item_scratch = page_aligned(plan.window_bytes)
         self._open: dict[int, Payload] = {}
-        self._check = SourceCheck()
+        self._checks = _Checks()
         self._tensor = 0
         self._makings = {making.tensor: making for making in plan.makings}
         self._room = _Room(plan)
@@ -46,11 +47,13 @@ class Filler:
         """Fill a window; windows are asked for in file order.
 
         Raises:
+            Cancelled: A stop was asked for.
             CorruptFile: The source is damaged.
             StorageError: Reading failed.
         """
         start = 0
-        for piece in window:
+        for piece in window:  # of which there may be as many thousands as tensors are small
+            self._cancellation.check()
             if piece.tensor != self._tensor:
                 self._close()
                 self._tensor = piece.tensor
@@ -60,13 +63,13 @@ class Filler:
     def check(self) -> SourceCheck:
         """Say how far the source's own checksums went, when everything was filled."""
         self._close()
-        return self._check
+        return self._checks.sum()
 
     def _close(self) -> None:
         """Check the payloads of a tensor that is done: no later piece reads them."""
         self._room.forget()
         for payload in self._open.values():
-            self._check = joined(self._check, payload.check())
+            self._checks.add(payload.check())
         self._open.clear()
 
     def overflowed(self) -> Mapping[str, int]:
@@ -154,6 +157,17 @@ def part_of(inside: Box) -> tuple[slice | EllipsisType, ...]:
     return (*map(slice, inside.offset, inside.stop), ...)
 
 
-def joined(one: SourceCheck, other: SourceCheck) -> SourceCheck:
-    """Add up what two parts of the work checked of the source."""
-    return SourceCheck(one.verified + other.verified, one.unchecked + other.unchecked, (*one.parts, *other.parts))
+class _Checks:
+    """Adds up what parts of the work checked of the source; there may be one for each of very many tensors."""
+
+    def __init__(self) -> None:
+        self._verified = self._unchecked = 0
+        self._parts: list[CrcPart] = []
+
+    def add(self, check: SourceCheck) -> None:
+        self._verified += check.verified
+        self._unchecked += check.unchecked
+        self._parts += check.parts
+
+    def sum(self) -> SourceCheck:
+        return SourceCheck(self._verified, self._unchecked, tuple(self._parts))

@@ -26,7 +26,7 @@ RANKS = (
     ("dtypes", "box", "homes", "json_text"),
     ("catalog", "manifest", "picture"),
     ("distcp_scan", "distcp_zip", "numeric", "operation"),
-    ("distcp_records", "operate"),
+    ("distcp_records", "distcp_form", "operate"),
     ("distcp_machine",),
     ("distcp_item", "distcp_metadata", "distcp_object"),
     ("safetensors_file", "distcp_file", "ops"),
@@ -72,6 +72,7 @@ PARTS = {
     "distcp_file": {
         "distcp_scan",
         "distcp_zip",
+        "distcp_form",
         "distcp_records",
         "distcp_item",
         "distcp_metadata",

@@ -298,6 +298,46 @@ def test_without_hashing_the_bytes_are_the_same_and_the_sources_own_checksums_ar
     assert (unhashed.size, unhashed.source) == (hashed.size, hashed.source)
 
 
+class Stopping:
+    """A source that wishes for a stop at some read, and counts all reads."""
+
+    def __init__(self, source: Sink, wish: Cancellation, at: int) -> None:
+        """Read from ``source``."""
+        self._source, self._wish, self._at = source, wish, at
+        self.reads = 0
+        self.url, self.remote = source.url, False
+        self.stamps = source.stamps
+        self.stat = source.stat
+        self.list = source.list
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        """Read, and count."""
+        self.reads += 1
+        if self.reads == self._at:
+            self._wish.cancel()
+        self._source.read_into(path, start, buffer)
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        """Read, and count."""
+        data = bytearray(stop - start)
+        self.read_into(path, start, memoryview(data))
+        return bytes(data)
+
+
+def many_small_tensors(sink: Sink, count: int) -> FilePlan:
+    """Return a plan of very many tensors that all fit into one window."""
+    arrays = [(values("U8", (3,), seed), "U8", [Box.whole((3,))]) for seed in range(count)]
+    return plan_for(sink, arrays, window_bytes=1 << 20)
+
+
+def test_a_wish_to_stop_is_heeded_between_the_tensors_of_a_window() -> None:
+    sink, wish = fresh(), Cancellation()
+    source = Stopping(sink, wish, at=10)
+    with pytest.raises(Cancelled):
+        consolidate(many_small_tensors(sink, 500), source, sink, terms=Terms(cancellation=wish))
+    assert source.reads == 10
+
+
 def test_progress_hears_of_every_byte_of_data() -> None:
     sink = fresh()
     plan = one_tensor(sink)
