@@ -35,7 +35,7 @@ from hfdcp_core.plan import Plan, stamps_digest
 from hfdcp_core.plan import reshard as join
 from hfdcp_core.run import FileSummary, PlanSummary, Run
 from hfdcp_core.state import SILENT, Cancellation, Progress
-from hfdcp_core.store import Source, open_store
+from hfdcp_core.store import Sink, Source, open_store
 from hfdcp_core.windows import refuse_split_bytes
 
 __all__ = ["Gathered", "Job", "Planned", "PlannedFile"]
@@ -49,11 +49,15 @@ def hold(job: Job) -> Iterator[None]:
         SinkOccupied: Another one is at it.
     """
     sink = open_store(job.sink)
+    _refuse_file_as_sink(sink, job)
+    with Run(sink).hold():
+        yield
+
+
+def _refuse_file_as_sink(sink: Sink, job: Job) -> None:
     folder = sink.local_path(STATE_FOLDER)
     if folder is not None and folder.parent.exists() and not folder.parent.is_dir():
         raise SinkOccupied(f"{job.sink} is a file; the output needs a folder")
-    with Run(sink).hold():
-        yield
 
 
 # ---- the five steps -------------------------------------------------------------------------------------------------
@@ -327,9 +331,7 @@ def push(job: Job, *, progress: Progress = SILENT) -> hub.Receipt:
     if not job.repo:
         raise UsageError("no repository is named")
     run = Run(open_store(job.sink))
-    manifest = run.manifest()
-    if manifest is None:
-        raise PlanError(f"{job.sink}: no manifest: the output is not complete, so there is nothing to push")
+    manifest = _manifest(run, job)
     _refuse_unhashed(job, manifest)
     if manifest.ranks:
         raise PlanError(f"{job.sink} is sharded for {manifest.ranks} ranks: no model repository; consolidate it first")
@@ -349,6 +351,16 @@ def push(job: Job, *, progress: Progress = SILENT) -> hub.Receipt:
 def _refuse_unhashed(job: Job, manifest: Manifest) -> None:
     if not manifest.hashed:
         raise PlanError(f"{job.sink} was made without hashing: nothing says what its bytes should be; make it again")
+
+
+def _manifest(run: Run, job: Job) -> Manifest:
+    manifest = run.manifest()
+    if manifest is None:
+        raise PlanError(
+            f"{job.sink}: no manifest: the output is not complete, or this is not the folder that `hfdcp consolidate "
+            f"SOURCE SINK` wrote; that command makes it, or goes on with it"
+        )
+    return manifest
 
 
 def make(job: Job, *, progress: Progress = SILENT, cancellation: Cancellation | None = None) -> Manifest:
@@ -374,9 +386,12 @@ def plan_only(job: Job) -> tuple[Gathered, Planned]:
 
     Raises:
         SourceError: As `gather`.
-        PlanError: As `reshard`, but for the sink.
+        PlanError: As `reshard`, but for what the sink holds.
     """
     found = locate(job)
+    if job.sink:
+        _refuse_own_source(job, found.pinned.folder)
+        _refuse_file_as_sink(open_store(job.sink), job)
     summary, plan = _plan(found.catalog, found.source, job)
     return _gathered(found, job), _planned(Run(open_store(job.sink)) if job.sink else None, summary, plan, job)
 
@@ -392,9 +407,7 @@ def validate_again(job: Job, *, progress: Progress = SILENT) -> Manifest:
         PlanError: The sink holds no complete output, or one that was never hashed.
     """
     sink = open_store(job.sink)
-    manifest = Run(sink).manifest()
-    if manifest is None:
-        raise PlanError(f"{job.sink}: no manifest: the output is not complete")
+    manifest = _manifest(Run(sink), job)
     _refuse_unhashed(job, manifest)
     problems = validating.validate(sink, manifest, progress=progress)
     if job.source:

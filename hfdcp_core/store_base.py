@@ -42,7 +42,7 @@ _BY_ERRNO: dict[int, type[StorageError]] = {
 
 _BY_CLASS: dict[type[StorageError], tuple[type[Exception], ...]] = {
     StorageNotFound: (FileNotFoundError, NotADirectoryError),
-    StorageDenied: (PermissionError, FileExistsError, IsADirectoryError),
+    StorageDenied: (PermissionError, FileExistsError, IsADirectoryError, NotImplementedError),
 }
 
 _ADVICE: dict[type[StorageError], str] = {
@@ -234,6 +234,8 @@ def kind_of_foreign_error(error: Exception) -> type[StorageError]:
 def foreign_reason(error: Exception, secrets: Collection[str]) -> str:
     """Say in one line what a storage library complains about, without secrets."""
     text = without_secrets(" ".join(str(error).split()), secrets)
+    if isinstance(error, NotImplementedError):
+        text = f"{text}{': ' if text else ''}this kind of storage cannot do that, choose another one"
     if isinstance(error, OSError) and error.errno and error.strerror is None:
         text = text or os.strerror(error.errno)
     status = http_status(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -580,3 +581,17 @@ def test_a_plan_says_how_many_tensors_have_too_few_dimensions_to_be_cut(job: Job
     assert 0 < flat < len(specs)
     assert publish.plan_only(replace(job, ranks=2, shard_dim=1, include=("*",)))[1].uncut == flat
     assert publish.plan_only(replace(job, include=("*",)))[1].uncut == 0
+
+
+def test_a_plan_alone_refuses_a_sink_that_could_never_take_the_output(job: Job, tmp_path: Path) -> None:
+    with pytest.raises(SinkOccupied, match="is the checkpoint itself"):
+        publish.plan_only(replace(job, sink=job.source))
+    (tmp_path / "file").write_bytes(b"x")
+    with pytest.raises(SinkOccupied, match="is a file; the output needs a folder"):
+        publish.plan_only(replace(job, sink=str(tmp_path / "file")))
+
+
+@pytest.mark.parametrize("again", [publish.push, publish.validate_again])
+def test_where_no_output_lies_the_command_that_makes_one_is_named(job: Job, again: Callable[[Job], object]) -> None:
+    with pytest.raises(PlanError, match=r"no manifest: .*`hfdcp consolidate SOURCE SINK`"):
+        again(replace(job, sink=job.source, repo="me/x"))

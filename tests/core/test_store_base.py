@@ -191,3 +191,10 @@ def test_where_nobody_answers_it_is_said_what_to_look_at() -> None:
     with pytest.raises(StorageError, match=said) as raised, foreign_faults("list https://host", ()):
         raise refused
     assert raised.value.retryable
+
+
+def test_what_a_kind_of_storage_does_not_offer_is_refused_and_not_tried_again() -> None:
+    said = r"cannot create x: NotImplementedError: .*this kind of storage cannot do that, choose another one"
+    with pytest.raises(StorageDenied, match=said) as raised, foreign_faults("create x", ()):
+        raise NotImplementedError
+    assert not raised.value.retryable
