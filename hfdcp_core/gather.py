@@ -26,9 +26,10 @@ from hfdcp_core.errors import CorruptFile, IncompleteCheckpoint, UnknownFormat
 from hfdcp_core.gather_dcp import gather_dcp, metadata_files
 from hfdcp_core.homes import METADATA
 from hfdcp_core.layout import shard_name
-from hfdcp_core.manifest import INDEX_PATH
+from hfdcp_core.manifest import INDEX_PATH, MANIFEST_PATH, STATE_FOLDER
 from hfdcp_core.read import same_bytes
 from hfdcp_core.safetensors_file import (
+    SAVE_INFO,
     Header,
     Index,
     RankInfo,
@@ -71,11 +72,21 @@ def gather(source: Source, *, world_size: int | None = None, deep: bool = False)
         return gather_dcp(source, stamps, world_size=world_size, deep=deep)
     weights = [stamp for path, stamp in stamps.items() if path.endswith(".safetensors")]
     if weights:
+        _refuse_unfinished(source.url, listing)
         catalog = _gather_safetensors(source, stamps, weights, world_size)
         if SHARDED in listing.folders:
             _hold_scalars_against_shards(source, catalog)
         return catalog
     raise _nothing_here(source, listing)
+
+
+def _refuse_unfinished(url: str, listing: Listing) -> None:
+    """Refuse an output of ours that was not finished: its files may be of two runs."""
+    if STATE_FOLDER in listing.folders and MANIFEST_PATH not in {stamp.path for stamp in listing.files}:
+        raise IncompleteCheckpoint(
+            f"{url} is an output of hfdcp that was not finished: there is {STATE_FOLDER}/ and no {MANIFEST_PATH}; give "
+            "the same command again to finish it"
+        )
 
 
 def _nothing_here(source: Source, listing: Listing) -> UnknownFormat | IncompleteCheckpoint:
@@ -225,7 +236,8 @@ def _hold_scalars_against_shards(source: Source, catalog: Catalog) -> None:
 def _plain(heads: list[_Head], others: tuple[FileStamp, ...], strays: tuple[Skipped, ...], source: Source) -> Catalog:
     shards = _all_shards(heads)
     tensors: dict[str, TensorSpec] = {}
-    problems = []
+    saves = {head.stamp.path: head.header.metadata.get(SAVE_INFO) for head in heads}
+    problems = [f"{path}: of save {save}" for path, save in saves.items() if len(set(saves.values())) > 1]
     for shard in shards:
         if any(shard.box.offset):
             problems.append(f"{shard}: a part of a tensor, in a file that should hold whole ones")

@@ -27,6 +27,7 @@ from hfdcp_core.errors import SHOWN_PROBLEMS, PlanError
 from hfdcp_core.recipe import Definition
 from hfdcp_core.safetensors_file import (
     RANK_INFO,
+    SAVE_INFO,
     SHARDING_INFO,
     RankInfo,
     file_names,
@@ -94,6 +95,7 @@ def lay_out(
     max_file_size: int,
     file_index: Mapping[str, int] | None = None,
     as_torch: bool = False,
+    save: str = "",
 ) -> Target:
     """Pack tensors into files.
 
@@ -103,6 +105,7 @@ def lay_out(
         file_index: Number of the file (from 1) of every tensor by its target name; replaces the packing.
         as_torch: Whether files are named as torch names them (``model-00001-of-00001.safetensors`` for a single one
             too), always with an index.
+        save: What tells this save from another, for the headers to say; nothing where it needs no telling.
 
     Raises:
         PlanError: The given index does not fit the tensors.
@@ -111,7 +114,8 @@ def lay_out(
     groups = _by_size(definitions, max_file_size) if file_index is None else _by_index(definitions, file_index)
     whole = [[Part(definition, Box.whole(definition.spec.shape)) for definition in group] for group in groups]
     names = torch_file_names(len(groups)) if as_torch else file_names(len(groups))
-    files = tuple(_file(path, group) for path, group in zip(names, whole, strict=True))
+    metadata = {**METADATA, **({SAVE_INFO: save} if save else {})}
+    files = tuple(_file(path, group, metadata) for path, group in zip(names, whole, strict=True))
     total = sum(definition.spec.nbytes for definition in definitions)
     index = _index(files, total) if as_torch or len(files) > 1 else None
     return Target(_catalog(definitions, files), files, index, total)

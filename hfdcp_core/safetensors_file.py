@@ -25,6 +25,8 @@ DATA_ALIGNMENT = 64
 """Mapped tensors give the same logits to the bit only where their data are aligned as allocated ones are."""
 RANK_INFO = "HFDCP_INFO"
 """Key of a rank's file that hfdcp wrote: which rank of how many, and whole shapes. torch ignores it."""
+SAVE_INFO = "HFDCP_SAVE"
+"""Key of a file that training wrote straight to whole tensors: which save it is of. Loaders ignore it."""
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """Header key under which torch's `HuggingFaceStorageWriter` keeps where each shard starts in its tensor."""
 _METADATA = "__metadata__"

@@ -126,7 +126,7 @@ def boxes_of(plan: SavePlan) -> Boxes:
 
 
 def whole_target(
-    ranks: Sequence[Boxes], *, mapping: Mapping[str, int] | None, max_file_size: int
+    ranks: Sequence[Boxes], *, mapping: Mapping[str, int] | None, max_file_size: int, save: str
 ) -> tuple[Target, list[Order]]:
     """Lay out files of whole tensors, to which all ranks write.
 
@@ -135,7 +135,7 @@ def whole_target(
     """
     specs = {name: spec for boxes in ranks for name, spec in boxes.specs.items()}
     definitions = tuple(Definition(name, spec, name) for name, spec in specs.items())
-    target = lay_out(definitions, max_file_size=max_file_size, file_index=mapping, as_torch=True)
+    target = lay_out(definitions, max_file_size=max_file_size, file_index=mapping, as_torch=True, save=save)
     reshard(_held(ranks, specs), target, window_bytes=1)  # proves that every element is there once
     files = tuple(OrderedFile(file.path, file.header, file.size) for file in target.files)
     number = {file.path: index for index, file in enumerate(files)}

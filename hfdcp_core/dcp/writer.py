@@ -206,7 +206,9 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         world = len(ranks) if self.use_collectives or not dist.is_initialized() else dist.get_world_size()
         together = len(ranks) == world
         if self._whole and together:
-            target, orders = whole_target(ranks, mapping=self.fqn_to_index_mapping, max_file_size=self.max_file_size)
+            target, orders = whole_target(
+                ranks, mapping=self.fqn_to_index_mapping, max_file_size=self.max_file_size, save=self.save_id
+            )
             if world == 1 and in_one_piece(orders[0]):
                 self._target, self._held = target, Together(self._sink())
                 return orders

@@ -378,3 +378,14 @@ def test_an_index_without_any_of_its_files_is_an_incomplete_checkpoint() -> None
 def test_an_empty_local_folder_is_no_checkpoint(tmp_path) -> None:
     with pytest.raises(UnknownFormat, match="found nothing"):
         gather(open_store(tmp_path))
+
+
+def test_an_output_of_ours_that_was_not_finished_is_refused() -> None:
+    """Its files may be of two runs, and nothing in them says so."""
+    store = fresh()
+    write(store, "model.safetensors", {"w": rows(0, 1)})
+    store.put(".hfdcp/plan.json", b"{}")
+    with pytest.raises(IncompleteCheckpoint, match="was not finished"):
+        gather(store)
+    store.put("hfdcp-manifest.json", b"{}")
+    assert list(gather(store).tensors) == ["w"]

@@ -170,6 +170,20 @@ def test_shards_of_two_saves_are_not_mixed(tmp_path: Path) -> None:
         HuggingFaceStorageReader(path).read_metadata()
 
 
+def test_whole_files_of_two_saves_are_not_mixed(tmp_path: Path) -> None:
+    """A save that dies while its files get their names leaves some of the older ones, and no index."""
+    for name, step in (("old", 0), ("new", 1)):
+        writer = HuggingFaceStorageWriter(tmp_path / name, {"w": 1, "v": 2})
+        dcp.save({"w": TENSORS["w"] + step, "v": TENSORS["w"] + step}, storage_writer=writer, no_dist=True)
+    shutil.copy(tmp_path / "old" / "model-00002-of-00002.safetensors", tmp_path / "new")
+    for path in (tmp_path / "new" / "model.safetensors.index.json", tmp_path / "new" / "hfdcp-manifest.json"):
+        with pytest.raises(CorruptFile, match="of save"):
+            HuggingFaceStorageReader(tmp_path / "new").read_metadata()
+        path.unlink()
+    with pytest.raises(CorruptFile, match="of save"):
+        HuggingFaceStorageReader(tmp_path / "new").read_metadata()
+
+
 @pytest.mark.parametrize("cast", ["exact", "never"])
 def test_values_are_not_changed_on_the_way_unasked(folder: Path, cast: str) -> None:
     state = {"w": torch.zeros(4, 6, dtype=torch.float16)}
