@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfdcp_core.box import Box
@@ -178,6 +178,7 @@ def test_a_tensor_that_nothing_fills_takes_nothing(draft: Draft) -> None:
     assert draft.fetches() == ()
 
 
+@settings(deadline=None)  # it counts every byte
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), min_size=1, max_size=12),
     order=st.randoms(use_true_random=False),
@@ -212,6 +213,7 @@ def test_every_needed_byte_is_in_a_fetch_while_its_window_is_filled_and_hardly_a
             assert [f for f in alive if f.path == path and f.start <= start and start + part.reach <= f.stop]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 500), st.integers(1, 60), st.integers(0, 30)), max_size=30),
     st.integers(8, 400),
