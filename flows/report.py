@@ -111,6 +111,9 @@ def _examined(found: Inspection) -> list[str]:
     if not found.examined:
         return []
     what = f"{counted(found.damaged, 'item')} damaged" if found.damaged else "nothing is damaged"
+    if found.spoilt_copies:
+        spoilt = counted(found.spoilt_copies, "damaged copy", "damaged copies")
+        what = f"{spoilt} of what is whole in another place, {what if found.damaged else 'nothing else'}"
     return [f"read {counted(found.examined, 'shard')} from end to end: {what}"]
 
 

@@ -11,6 +11,9 @@ row where a row is larger, or of many small tensors). Each is
 by three threads on three windows where processors are free for them, by one where other files need them all
 (`hfdcp_core.crew`). So each source byte is read once, checked, placed, hashed and written once, and a 100 GB tensor takes no more memory
 than a small one. The file becomes visible only when everything in it was found right.
+
+Of a source in several places, an item that turns out damaged is looked for in the other ones, and the file is made
+once more (`hfdcp_core.mending`).
 """
 
 from __future__ import annotations
@@ -23,17 +26,19 @@ from functools import partial
 from typing import Protocol
 
 from hfdcp_core.catalog import FileStamp
+from hfdcp_core.copies import moved_items
 from hfdcp_core.crew import Crew, Helper, usable_processors
-from hfdcp_core.errors import SourceChanged
+from hfdcp_core.errors import CorruptFile, SourceChanged
 from hfdcp_core.fetches import fetches_of
 from hfdcp_core.fill import Filler
 from hfdcp_core.manifest import FileRecord, SourceCheck
+from hfdcp_core.mending import Furthest, mended, taken_in_parts
 from hfdcp_core.ops import EMPTY_DIGEST, digest_text, extend_digest
 from hfdcp_core.plan import AHEAD_BYTES, BUFFERS, FilePlan
 from hfdcp_core.read import page_aligned
 from hfdcp_core.read_ahead import ReadAhead
 from hfdcp_core.state import SILENT, Cancellation, Progress
-from hfdcp_core.store import Source, Upload
+from hfdcp_core.store import Source, Upload, name_in
 from hfdcp_core.windows import LARGEST_ITEM, Window, windows_of
 
 
@@ -91,12 +96,24 @@ def consolidate(
         source's own checksums went.
 
     Raises:
-        CorruptFile: The source is damaged; nothing appears in the sink.
+        CorruptFile: The source is damaged, in every place that it lies in; nothing appears in the sink.
         SourceChanged: The source is not what was gathered; nothing appears in the sink.
         StorageError: Reading or writing failed; nothing appears in the sink.
     """
+    terms, furthest = terms or Terms(), Furthest(progress)
+    best = mended(source, taken_in_parts(plan), progress) or source
+    try:
+        return _made(plan, best, sink, furthest, terms)
+    except CorruptFile:
+        better = mended(best, plan.shards, progress)
+        if better is None:
+            raise
+    furthest.again()
+    return _made(plan, better, sink, furthest, terms)
+
+
+def _made(plan: FilePlan, source: Source, sink: Creator, progress: Progress, terms: Terms) -> FileRecord:
     check_stamps(plan.stamps, source)
-    terms = terms or Terms()
     upload = sink.create(plan.path, plan.size)
     try:
         with terms.crew.making_a_file(), _ahead(plan, source) as ahead:
@@ -106,7 +123,7 @@ def consolidate(
     except BaseException:
         upload.abort()
         raise
-    return record
+    return replace(record, source=replace(record.source, mended=moved_items(source, plan.shards)))
 
 
 def check_stamps(stamps: Iterable[FileStamp], source: Source) -> None:
@@ -119,16 +136,20 @@ def check_stamps(stamps: Iterable[FileStamp], source: Source) -> None:
     found = source.stamps([stamp.path for stamp in gathered])
     SourceChanged.raise_for(
         f"{source.url} changed since it was gathered; start again when nothing writes to it any more",
-        [problem for stamp in gathered if (problem := _difference(stamp, found.get(stamp.path)))],
+        [
+            f"{name_in(source, stamp.path) if stamp.path in found else stamp.path}{problem}"
+            for stamp in gathered
+            if (problem := _difference(stamp, found.get(stamp.path)))
+        ],
     )
 
 
 def _difference(stamp: FileStamp, now: FileStamp | None) -> str | None:
     if now is None:
-        return f"{stamp.path} is gone"
+        return " is gone"
     if now == stamp:
         return None
-    return f"{stamp.path}: {now.size} bytes ({now.tag}), gathered with {stamp.size} bytes ({stamp.tag})"
+    return f": {now.size} bytes ({now.tag}), gathered with {stamp.size} bytes ({stamp.tag})"
 
 
 def _ahead(plan: FilePlan, source: Source) -> ReadAhead:

@@ -24,7 +24,7 @@ from hfdcp_core import distcp_records as records
 from hfdcp_core.distcp_form import Known
 from hfdcp_core.distcp_item import StorageRef, TensorRef, TorchItem, item_of
 from hfdcp_core.distcp_metadata import DcpMetadata, metadata_of
-from hfdcp_core.distcp_object import TENSORS, ObjectContent, hides_tensors, read_object
+from hfdcp_core.distcp_object import TENSORS, ObjectContent, hides_tensors, read_object, sound_records
 from hfdcp_core.distcp_scan import Rules, disarm
 from hfdcp_core.distcp_zip import Item
 from hfdcp_core.dtypes import NOT_IN_SAFETENSORS, TABLE
@@ -39,6 +39,7 @@ __all__ = [
     "read_item",
     "read_metadata",
     "read_object",
+    "sound_records",
 ]
 
 MOST_METADATA_BYTES = 1 << 29

@@ -27,14 +27,14 @@ from __future__ import annotations
 import base64
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hfdcp_core import distcp_zip
 from hfdcp_core.distcp_machine import TENSORS, DamagedError, Items, Machine, Name, NotPlainError
 from hfdcp_core.errors import CorruptFile
 
-__all__ = ["TENSORS", "Json", "ObjectContent", "hides_tensors", "plain_value", "read_object"]
+__all__ = ["TENSORS", "Json", "ObjectContent", "hides_tensors", "plain_value", "read_object", "sound_records"]
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -42,6 +42,8 @@ MOST_PICKLE_BYTES = 1 << 20
 """A larger pickle is not looked into."""
 MOST_DEPTH = 64
 """Lists in lists; deeper ones are not written."""
+MOST_RECORD_BYTES = 16 << 20
+"""A larger record is not read to find out whether it is sound."""
 _MOST_DIRECTORY_BYTES = 8 << 20
 """A whole model that hides in one object has a record for each of its tensors: about 100,000 of them."""
 _WRITTEN = 16
@@ -86,6 +88,20 @@ def hides_tensors(fetch: Callable[[int, int], bytes], length: int, *, where: str
         CorruptFile: The archive is damaged.
     """
     return _records(distcp_zip.Item(fetch, length, where))[1]
+
+
+def sound_records(fetch: Callable[[int, int], bytes], length: int, *, where: str) -> Mapping[str, int] | None:
+    """Read all records of an item, and return the CRC-32 of each by name; None where one of them states none.
+
+    Raises:
+        CorruptFile: The archive is damaged, or a record is, or it is too large to be looked at.
+    """
+    item = distcp_zip.Item(fetch, length, where)
+    records = distcp_zip.directory(item, most=_MOST_DIRECTORY_BYTES)
+    for record in records.values():
+        distcp_zip.content(item, record, most=MOST_RECORD_BYTES)
+    told = all(record.crc32 or not record.size for record in records.values())
+    return {name: record.crc32 for name, record in records.items()} if told else None
 
 
 def _records(item: distcp_zip.Item) -> tuple[distcp_zip.Record, bool]:

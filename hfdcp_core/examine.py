@@ -20,6 +20,7 @@ from hfdcp_core.errors import SourceError, UnknownDtype, UnsafePickle
 from hfdcp_core.read import open_item, open_payload, page_aligned
 from hfdcp_core.state import SILENT, Progress
 from hfdcp_core.store import Source
+from hfdcp_core.union import Union
 from hfdcp_core.windows import Lattice
 
 ITEMS_IN_FLIGHT = 8
@@ -92,6 +93,42 @@ def examine(catalog: Catalog, source: Source, progress: Progress = SILENT) -> tu
         return None
 
     return tuple(problem for problem in _in_flight(read, catalog.shards) if problem)
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What came of reading every copy."""
+
+    problems: tuple[str, ...]
+    """Items that are damaged wherever they lie."""
+    said: tuple[str, ...]
+    """Damaged copies of items that are whole in another place."""
+
+
+def examine_copies(catalog: Catalog, source: Source, progress: Progress = SILENT) -> Examined:
+    """Examine a checkpoint in one or several places: of an item that lies in several, each copy.
+
+    Raises:
+        StorageError: A file cannot be read.
+    """
+    if not isinstance(source, Union):
+        return Examined(examine(catalog, source, progress), ())
+    alike = {path: source.alike(path) for path in {shard.span.path for shard in catalog.shards}}
+
+    def read(shard: Shard) -> tuple[list[str], list[str]]:
+        faults: dict[int, str] = {}
+        for number in alike[shard.span.path]:
+            try:
+                _read_through(source.places[number], shard, progress)
+            except SourceError as error:
+                faults[number] = str(error)
+        whole = next((source.places[number].url for number in alike[shard.span.path] if number not in faults), None)
+        if whole is None:
+            return [*faults.values()], []
+        return [], [f"{fault}; whole in {whole}" for fault in faults.values()]
+
+    found = list(_in_flight(read, catalog.shards))
+    return Examined(tuple(p for problems, _ in found for p in problems), tuple(s for _, said in found for s in said))
 
 
 def _read_through(source: Source, shard: Shard, progress: Progress) -> None:

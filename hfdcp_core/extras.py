@@ -18,7 +18,7 @@ from hfdcp_core.distcp_file import TENSORS, ObjectContent, hides_tensors, read_o
 from hfdcp_core.errors import CorruptFile
 from hfdcp_core.manifest import EXTRA_PATH
 from hfdcp_core.recipe import EXTRA_STATE, why_no_weight
-from hfdcp_core.store import Source
+from hfdcp_core.store import Source, url_of
 from hfdcp_core.zstd_stream import ZstdStream
 
 LOOKED_INTO = 64
@@ -97,7 +97,7 @@ def _opened(item: ObjectItem, source: Source) -> tuple[Callable[[int, int], byte
     def fetch(start: int, stop: int) -> bytes:
         return source.read(span.path, span.start + start, span.start + stop)
 
-    where = f"{source.url}: {item.name} in {span}"
+    where = f"{url_of(source, span.path, span.start)}: {item.name} in {span}"
     if item.encoding == TORCH_SAVE_ZSTD:
         stream = ZstdStream(fetch, span.length, most=MOST_DECOMPRESSED_BYTES, where=where)
         return stream.read, stream.length, where

@@ -27,7 +27,7 @@ from hfdcp_core.homes import METADATA, of_rank
 from hfdcp_core.plan import tile
 from hfdcp_core.replicas import differing
 from hfdcp_core.safetensors_file import parse_header
-from hfdcp_core.store import Source
+from hfdcp_core.store import Source, name_in, url_of
 
 FILES_IN_FLIGHT = 8
 """Files whose metadata or header are read at once."""
@@ -93,7 +93,7 @@ def gather_dcp(
 
 def _read_one(source: Source, stamp: FileStamp) -> tuple[str, DcpMetadata]:
     raw = source.read(stamp.path, 0, stamp.size)
-    return stamp.path, read_metadata(raw, path=f"{source.url}/{stamp.path}")
+    return stamp.path, read_metadata(raw, path=f"{url_of(source, stamp.path)}/{stamp.path}")
 
 
 def _refuse_gaps(url: str, ranks: Sequence[str], world_size: int | None) -> None:
@@ -208,7 +208,11 @@ def _with_tails(
     tails = {path: tail for path, tail in heads if tail}
     CorruptFile.raise_for(
         f"{source.url}: files are not as long as {METADATA} says",
-        [p for path, stamp in files.items() if path not in tails and (p := _wrong_length(stamp, found.extents[path]))],
+        [
+            f"{name_in(source, path)}: {problem}"
+            for path, stamp in files.items()
+            if path not in tails and (problem := _wrong_length(stamp, found.extents[path]))
+        ],
     )
     if not tails:
         return found.shards, {}
@@ -225,7 +229,7 @@ def _wrong_length(stamp: FileStamp, expected: int) -> str | None:
     if stamp.size == expected:
         return None
     why = "cut short" if stamp.size < expected else f"longer: of another save than {METADATA}"
-    return f"{stamp.path}: {stamp.size} bytes, expected {expected} ({why})"
+    return f"{stamp.size} bytes, expected {expected} ({why})"
 
 
 def _tail(source: Source, stamp: FileStamp, start: int) -> Tail | None:
@@ -240,7 +244,7 @@ def _tail(source: Source, stamp: FileStamp, start: int) -> Tail | None:
     for first, stop in header_places(window, room):
         raw = source.read(stamp.path, start + first, start + stop)
         try:
-            header = parse_header(raw, path=f"{source.url}/{stamp.path}", file_size=room - first)
+            header = parse_header(raw, path=f"{url_of(source, stamp.path)}/{stamp.path}", file_size=room - first)
             return Tail(header, start + first)
         except CorruptFile as error:
             if raw[8:].startswith(b'{"__metadata__"'):

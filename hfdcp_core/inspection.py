@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from hfdcp_core import examine, extras, recipe, tying
 from hfdcp_core.catalog import Catalog, Shard, Skipped, TensorSpec
+from hfdcp_core.copies import NOT_READ
 from hfdcp_core.errors import CorruptFile, PlanError, SourceError, UsageError
 from hfdcp_core.job import Job
 from hfdcp_core.layout import lay_out
@@ -79,6 +80,8 @@ class Inspection:
     """Shards that were read from end to end; 0 where only metadata were asked."""
     damaged: int = 0
     """How many of the problems are items that are not what they should be."""
+    spoilt_copies: int = 0
+    """Damaged copies of items that are whole in another place, of a checkpoint in several."""
     tensor: Tensor | None = None
     """The one tensor that was asked for."""
 
@@ -114,8 +117,9 @@ def inspect(job: Job, *, tensor: str = "", deep: bool = False, progress: Progres
     """
     found = locate(job)
     damage: tuple[str, ...] = ()
+    spoilt: tuple[str, ...] = ()
     if deep:
-        found, damage = _read_through(found, progress)
+        found, damage, spoilt = _read_through(found, progress)
     catalog, faults = found.catalog, list[str]()
     selection = _selection(catalog, job, faults)
     definitions = _definitions(catalog, selection.names, job, faults)
@@ -129,15 +133,16 @@ def inspect(job: Job, *, tensor: str = "", deep: bool = False, progress: Progres
         unproved=catalog.unproved,
         problems=(*damage, *faults),
         folder=found.pinned.folder,
-        said=(*found.said, *said),
+        said=(*found.said, *spoilt, *said),
         examined=len(catalog.shards) if deep else 0,
         damaged=len(damage),
+        spoilt_copies=len(spoilt),
         tensor=_tensor(catalog, definitions, tensor) if tensor else None,
     )
 
 
-def _read_through(found: Located, progress: Progress) -> tuple[Located, tuple[str, ...]]:
-    """Open and read every item; return what is still there to be carried over, and all damage."""
+def _read_through(found: Located, progress: Progress) -> tuple[Located, tuple[str, ...], tuple[str, ...]]:
+    """Open and read every item; return what is still there to be carried over, all damage, and spoilt copies."""
     catalog = found.catalog
     progress.begin("gather", sum(TensorSpec(shard.dtype, shard.box.shape).nbytes for shard in catalog.shards))
     unsupported = examine.look(found.source, catalog.shards).unsupported
@@ -147,8 +152,9 @@ def _read_through(found: Located, progress: Progress) -> tuple[Located, tuple[st
         shards=tuple(shard for shard in catalog.shards if shard.fqn not in unsupported),
         unsupported={**catalog.unsupported, **unsupported},
     )
-    damage = examine.examine(plain, found.source, progress)
-    return replace(found, catalog=plain), (*damage, *_damaged_objects(found))
+    read = examine.examine_copies(plain, found.source, progress)
+    said = tuple(line for line in found.said if not line.endswith(NOT_READ))  # now they were
+    return replace(found, catalog=plain, said=said), (*read.problems, *_damaged_objects(found)), read.said
 
 
 def _damaged_objects(found: Located) -> Iterator[str]:

@@ -45,6 +45,8 @@ class SourceCheck:
     """Items that carry no CRC-32 (raw safetensors bytes, or a writer told not to compute it)."""
     parts: tuple[CrcPart, ...] = ()
     """Parts of items that other files read the rest of."""
+    mended: tuple[str, ...] = ()
+    """Items that are damaged in one place and were taken from another, as ``file[start:stop]``."""
 
 
 @dataclass(frozen=True, slots=True)

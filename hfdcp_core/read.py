@@ -105,7 +105,7 @@ def open_payload(source: Source, shard: Shard, *, scratch: memoryview, in_order:
     """
     where = _where(source, shard)
     if shard.encoding == RAW:
-        return _Plain(_Stored(_fetch_from(source, shard), where, str(shard.span)))
+        return _Plain(_Stored(_fetch_from(source, shard.span), where, str(shard.span)))
     item, fetch = open_item(source, shard)
     stored = _Stored(_behind(fetch, item.start), where, str(shard.span), item)
     if item.row_major and item.storage_offset == 0 and item.storage_bytes == _lattice(shard).nbytes:
@@ -136,7 +136,7 @@ def open_item(source: Source, shard: Shard) -> tuple[TorchItem, Fetch]:
         fetch: Fetch = stream.read_into
         item = read_item(stream.read, stream.length, where=where)
     else:
-        fetch = _fetch_from(source, shard)
+        fetch = _fetch_from(source, shard.span)
         item = read_item(read, span.length, where=where)
     if (item.dtype, item.shape) != (shard.dtype, shard.box.shape):
         found = f"{item.dtype}{list(item.shape)}"
@@ -156,12 +156,20 @@ def check_item(source: Source, shard: Shard, *, scratch: memoryview) -> None:
 
 def same_bytes(source: Source, span: Span, other: Source, copy: Span) -> bool:
     """Whether two spans, perhaps of two stores, hold the same bytes."""
-    for start in range(0, span.length, COMPARED_BYTES):
-        stop = min(start + COMPARED_BYTES, span.length)
-        one = source.read(span.path, span.start + start, span.start + stop)
-        if one != other.read(copy.path, copy.start + start, copy.start + stop):
+    fetches = _fetch_from(source, span), _fetch_from(other, copy)
+    return span.length == copy.length and same_run(*fetches, span.length, step=COMPARED_BYTES)
+
+
+def same_run(one: Fetch, other: Fetch, nbytes: int, *, step: int) -> bool:
+    """Whether two runs of ``nbytes`` bytes are the same, of which ``step`` bytes are held in memory at a time."""
+    buffers = [page_aligned(min(step, nbytes)) for _ in range(2)]
+    for start in range(0, nbytes, step):
+        first, second = (buffer[: nbytes - start] for buffer in buffers)
+        one(start, first)
+        other(start, second)
+        if not np.array_equal(np.frombuffer(first, np.uint8), np.frombuffer(second, np.uint8)):
             return False
-    return span.length == copy.length
+    return True
 
 
 def _where(source: Source, shard: Shard) -> str:
@@ -172,9 +180,9 @@ def _lattice(shard: Shard) -> Lattice:
     return Lattice.of(shard.dtype, shard.box.shape)
 
 
-def _fetch_from(source: Source, shard: Shard) -> Fetch:
+def _fetch_from(source: Source, span: Span) -> Fetch:
     def fetch(start: int, buffer: memoryview) -> None:
-        source.read_into(shard.span.path, shard.span.start + start, buffer)
+        source.read_into(span.path, span.start + start, buffer)
 
     return fetch
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import RAW, Shard
-from hfdcp_core.read import open_item, open_payload, page_aligned
+from hfdcp_core.read import open_item, open_payload, page_aligned, same_run
 from hfdcp_core.store import Source
 from hfdcp_core.windows import Lattice
 
@@ -43,7 +43,7 @@ def differing(source: Source, shards: Iterable[Shard]) -> dict[str, str]:
 
 def _equal(source: Source, one: Shard, other: Shard) -> bool:
     stated = [_stated(source, shard) for shard in (one, other)]
-    return stated[0] == stated[1] if None not in stated else _equal_bytes(source, one, other)
+    return stated[0] == stated[1] if None not in stated else _equal_elements(source, one, other)
 
 
 def _stated(source: Source, shard: Shard) -> int | None:
@@ -56,15 +56,8 @@ def _stated(source: Source, shard: Shard) -> int | None:
     return item.crc32 if in_order and not (item.big_endian or item.conjugate) else None
 
 
-def _equal_bytes(source: Source, one: Shard, other: Shard) -> bool:
+def _equal_elements(source: Source, one: Shard, other: Shard) -> bool:
     lattice = Lattice.of(one.dtype, one.box.shape)
     step = max(STEP_BYTES // lattice.itemsize, 1) * lattice.itemsize
-    payloads = [open_payload(source, shard, scratch=page_aligned(STEP_BYTES)) for shard in (one, other)]
-    buffers = [page_aligned(min(step, lattice.nbytes)) for _ in payloads]
-    for start in range(0, lattice.nbytes, step):
-        parts = [buffer[: lattice.nbytes - start] for buffer in buffers]
-        for payload, part in zip(payloads, parts, strict=True):
-            payload.read_into(start, part)
-        if parts[0] != parts[1]:
-            return False
-    return True
+    first, second = (open_payload(source, shard, scratch=page_aligned(STEP_BYTES)) for shard in (one, other))
+    return same_run(first.read_into, second.read_into, lattice.nbytes, step=step)

@@ -27,6 +27,7 @@ __all__ = [
     "Upload",
     "configure",
     "configured",
+    "name_in",
     "open_store",
     "os_faults",
     "url_of",
@@ -175,6 +176,11 @@ def url_of(source: Source, path: str, start: int = 0) -> str:
     """Return the URL of the place that a byte of a file is read from: where a source joins several, that one's."""
     find = getattr(source, "url_of", None)
     return source.url if find is None else str(find(path, start))
+
+
+def name_in(source: Source, path: str) -> str:
+    """Return the name of a file, for messages: with its place where the source joins several."""
+    return path if getattr(source, "url_of", None) is None else f"{url_of(source, path)}/{path}"
 
 
 def _absolute(path: str, url: str) -> str:

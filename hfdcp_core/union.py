@@ -10,7 +10,7 @@ import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from hfdcp_core.catalog import FileStamp
+from hfdcp_core.catalog import FileStamp, Span
 from hfdcp_core.errors import StorageNotFound
 from hfdcp_core.store import Listing, Source
 
@@ -189,9 +189,30 @@ class Union:
         self.read_into(path, start, memoryview(data))
         return bytes(data)
 
+    def place_of(self, path: str, start: int) -> int:
+        """Return the number of the place that a byte of a file is read from."""
+        held = (number for first, stop, number in self._elsewhere.get(path, ()) if first <= start < stop)
+        found = next(held, None)
+        return self.holder(path) if found is None else found
+
     def url_of(self, path: str, start: int) -> str:
         """Return the URL of the place that a byte of a file is read from."""
-        return next(place.url for _, place in self._runs(path, start, start + 1))
+        return self._places[self.place_of(path, start)].url
+
+    def alike(self, path: str) -> tuple[int, ...]:
+        """Return the places of the copies that are as long as the one that counts."""
+        size = self.stat(path).size
+        return tuple(number for number, stamp in self.copies(path) if stamp.size == size)
+
+    def with_moved(self, moved: Mapping[Span, int]) -> Union:
+        """Return the union with other places for some spans."""
+        spans = {(path, start, stop): n for path, held in self._elsewhere.items() for start, stop, n in held}
+        spans |= {(span.path, span.start, span.stop): number for span, number in moved.items()}
+        found: dict[str, list[tuple[int, int, int]]] = {}
+        for (path, start, stop), number in spans.items():
+            if number != self.holder(path):
+                found.setdefault(path, []).append((start, stop, number))
+        return Union(self._places, self._holders, {path: tuple(sorted(held)) for path, held in found.items()})
 
     @property
     def elsewhere(self) -> Elsewhere:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from hfdcp_core import distcp_machine, distcp_object
 from hfdcp_core.distcp_file import TENSORS, ObjectContent, read_object
-from hfdcp_core.distcp_object import MOST_DEPTH, MOST_PICKLE_BYTES, hides_tensors, plain_value
+from hfdcp_core.distcp_object import MOST_DEPTH, MOST_PICKLE_BYTES, hides_tensors, plain_value, sound_records
 from hfdcp_core.errors import CorruptFile
 
 
@@ -36,6 +36,30 @@ def saved(value: object, **options: object) -> bytes:
 
 def looked_at(raw: bytes) -> ObjectContent:
     return read_object(lambda start, stop: raw[start:stop], len(raw), where="item")
+
+
+# ---- whole or damaged ----
+
+
+def records_of(raw: bytes) -> object:
+    return sound_records(lambda start, stop: raw[start:stop], len(raw), where="item")
+
+
+def test_the_records_of_an_archive_are_told_by_their_checksums() -> None:
+    raw = saved({"step": 3})
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        assert records_of(raw) == {entry.filename: entry.CRC for entry in archive.infolist()}
+    at = raw.index(b"step")
+    with pytest.raises(CorruptFile, match=r"item: '.*data\.pkl': CRC-32"):
+        records_of(raw[:at] + b"stop" + raw[at + 4 :])
+
+
+def test_records_without_checksums_tell_nothing() -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        assert records_of(saved({"step": 3})) is None
+    finally:
+        torch.serialization.set_crc32_options(True)
 
 
 # ---- plain values ----

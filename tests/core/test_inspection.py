@@ -344,3 +344,22 @@ def test_of_many_near_names_a_few_are_given(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         look(tmp_path, tensor="layers")
     assert len(caught.value.problems) == NEAR_NAMES
+
+
+def test_a_damaged_copy_is_told_by_its_place_and_is_no_fault_where_a_whole_one_is(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(64, 32)}, checkpoint_id=tmp_path / "good", no_dist=True)
+    shutil.copytree(tmp_path / "good", tmp_path / "bad")
+    file = tmp_path / "bad" / "__0_0.distcp"
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    job = Job(source=str(tmp_path / "bad"), also=(str(tmp_path / "good"),), sink="")
+    [unread] = inspect(job).said
+    assert "in several places" in unread
+    found = inspect(job, deep=True)
+    assert (found.exit_status, found.problems, found.spoilt_copies) == (0, (), 1)
+    [line] = found.said
+    assert line.startswith(f"{tmp_path / 'bad'}: w[0:64, 0:32]")
+    assert line.endswith(f"; whole in {tmp_path / 'good'}")
+    alone = look(tmp_path / "bad", deep=True)
+    assert (alone.exit_status, alone.damaged) == (3, 1)

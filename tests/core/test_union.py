@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +17,19 @@ import torch.distributed.checkpoint as dcp
 from safetensors.numpy import save
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
+from hfdcp_core.catalog import Catalog, Span
+from hfdcp_core.consolidate import Nowhere, consolidate
+from hfdcp_core.copies import NOT_READ, mend
 from hfdcp_core.copies import settle as settle_all
 from hfdcp_core.distcp_file import read_metadata
 from hfdcp_core.errors import CorruptFile, IncompleteCheckpoint, StorageNotFound
-from hfdcp_core.examine import examine
+from hfdcp_core.examine import examine, examine_copies
 from hfdcp_core.gather import gather
-from hfdcp_core.store import Sink, open_store
+from hfdcp_core.layout import lay_out, lay_out_for_ranks
+from hfdcp_core.manifest import FileRecord
+from hfdcp_core.plan import reshard
+from hfdcp_core.recipe import define, recipe_named
+from hfdcp_core.store import Sink, Source, open_store
 from hfdcp_core.union import Below, Union, below
 
 DISTCP, OTHER = "__0_0.distcp", "__1_0.distcp"
@@ -49,6 +58,55 @@ def saved(folder: Path, fill: float) -> Files:
     state = {"w": torch.full((64, 32), fill), "t": torch.full((8, 4), fill).t(), "epoch": "first"}
     dcp.save(state, checkpoint_id=folder, no_dist=True)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class Heard:
+    """Progress that keeps what was said, and how much was done."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.done = 0
+
+    def begin(self, step: str, total_bytes: int) -> None:
+        """Hear nothing new."""
+
+    def advance(self, nbytes: int) -> None:
+        self.done += nbytes
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+
+class Counting(Below):
+    """A source that counts how often a byte is read."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source, "")
+        self._prefix = ""
+        self._reads: list[tuple[str, int, int]] = []
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        self._reads.append((path, start, start + len(buffer)))
+        super().read_into(path, start, buffer)
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        self._reads.append((path, start, stop))
+        return super().read(path, start, stop)
+
+    def times(self, path: str, at: int) -> int:
+        return sum(name == path and start <= at < stop for name, start, stop in self._reads)
+
+
+def consolidated(catalog: Catalog, source: Source, part: int | None = None) -> tuple[FileRecord, Heard]:
+    """Make a file of all tensors, or that of one of two ranks, and keep what was hashed and said."""
+    definitions = define(catalog, tuple(sorted(catalog.tensors)), recipe_named("none"))
+    whole = lay_out(definitions, max_file_size=1 << 30)
+    target = whole if part is None else lay_out_for_ranks(definitions, ranks=2, dim=0)
+    file = reshard(catalog, target, window_bytes=1 << 12).files[part or 0]
+    heard = Heard()
+    record = consolidate(file, source, Nowhere(), progress=heard)
+    assert heard.done == file.size - len(file.header)
+    return record, heard
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +229,10 @@ def test_a_file_that_is_nowhere_is_listed_by_rank(one: Files) -> None:
 def test_the_copy_that_is_as_long_as_stated_is_read(one: Files, cut_first: bool) -> None:
     """A copy to another bucket that was interrupted, and taken up elsewhere."""
     cut = {**one, DISTCP: one[DISTCP][:-1000]}
-    joined = settle(union(cut, one) if cut_first else union(one, cut))
+    settled = settle_all(union(cut, one) if cut_first else union(one, cut))
+    joined, (bad, good) = settled.union, [settled.union.places[n].url for n in ((0, 1) if cut_first else (1, 0))]
+    size = len(one[DISTCP])
+    assert settled.said == (f"{bad}/{DISTCP}: {size - 1000} bytes, expected {size}; taken from {good}",)
     assert joined.stat(DISTCP).size == len(one[DISTCP])
     assert set(gather(joined).tensors) == {"w", "t"}
 
@@ -216,23 +277,31 @@ def test_each_item_is_taken_from_where_it_is_sound(one: Files, damaged: bytes, p
     copies[place_of_sound] = one
     settled = settle_all(union(*copies))
     catalog = gather(settled.union)
-    assert examine(catalog, settled.union) == ()
+    record, heard = consolidated(catalog, settled.union)
+    original = place(one)
+    assert record == replace(consolidated(gather(original), original)[0], source=record.source)
+    assert record.source.mended == ((span_of(one, "w"),) if place_of_sound else ())
+    assert record.source.verified == 2
     places = [each.url for each in settled.union.places]
-    assert settled.said == tuple(
-        f"{place}: w[0:64, 0:32] in {span_of(one, 'w')} is damaged; taken from {places[place_of_sound]}"
-        for place in places[:place_of_sound]
-    )
+    what = f"w[0:64, 0:32] in {span_of(one, 'w')} is damaged; taken from {places[place_of_sound]}"
+    said = [line for line in (*settled.said, *heard.said) if NOT_READ not in line]
+    assert said == [f"{url}: {what}" for url in places[:place_of_sound]]
     reopened = Union(settled.union.places, {DISTCP: settled.union.holder(DISTCP)}, settled.union.elsewhere)
-    assert examine(catalog, reopened) == ()
+    assert consolidated(catalog, reopened)[0] == record
 
 
 def test_every_copy_may_be_damaged_in_an_item_of_its_own(one: Files) -> None:
     middles = [sum(payload(one, name)) // 2 for name in ("w", "t")]
     copies = [{**one, DISTCP: flipped(one[DISTCP], at)} for at in middles]
     settled = settle_all(union(*copies))
-    assert examine(gather(settled.union), settled.union) == ()
-    whole = settled.union.read(DISTCP, 0, len(one[DISTCP]))  # one read across both places
+    catalog = gather(settled.union)
+    assert len(examine(catalog, settled.union)) == 1
+    mended = mend(settled.union, catalog.shards)
+    assert mended is not None
+    assert examine(catalog, mended.union) == ()
+    whole = mended.union.read(DISTCP, 0, len(one[DISTCP]))  # one read across both places
     assert whole == one[DISTCP]
+    assert mend(mended.union, catalog.shards) is None
 
 
 def test_an_item_that_is_damaged_everywhere_is_reported_with_its_place(one: Files) -> None:
@@ -241,6 +310,11 @@ def test_an_item_that_is_damaged_everywhere_is_reported_with_its_place(one: File
     joined = settle(union(*copies))
     [problem] = examine(gather(joined), joined)
     assert problem.startswith(f"{joined.places[0].url}: w[0:64, 0:32]")
+    every = examine_copies(gather(joined), joined)
+    assert [problem.partition(": w")[0] for problem in every.problems] == [each.url for each in joined.places]
+    assert every.said == ()
+    with pytest.raises(CorruptFile, match=f"^{re.escape(joined.places[0].url)}: w"):
+        consolidated(gather(joined), joined)
 
 
 def test_a_stale_copy_is_refused_though_another_copy_is_damaged(one: Files, two: Files, damaged: bytes) -> None:
@@ -248,11 +322,56 @@ def test_a_stale_copy_is_refused_though_another_copy_is_damaged(one: Files, two:
         settle(union(one, {DISTCP: damaged}, {DISTCP: two[DISTCP]}))
 
 
-def test_an_object_that_differs_is_refused(one: Files) -> None:
-    objects = read_metadata(one[".metadata"], path="x").objects
-    at = next(entry.span.start for entry in objects if entry.name == "epoch")
+def test_examining_every_copy_says_which_is_damaged_and_where_a_whole_one_is(one: Files, damaged: bytes) -> None:
+    joined = settle(union(one, {DISTCP: damaged}))
+    every = examine_copies(gather(joined), joined)
+    first, second = (each.url for each in joined.places)
+    assert every.problems == ()
+    [line] = every.said
+    assert line.startswith(f"{second}: w[0:64, 0:32]")
+    assert line.endswith(f"; whole in {first}")
+
+
+def epoch(files: Files) -> Span:
+    objects = read_metadata(files[".metadata"], path="x").objects
+    return next(entry.span for entry in objects if entry.name == "epoch")
+
+
+@pytest.mark.parametrize("damaged_first", [True, False])
+def test_an_object_is_taken_from_where_its_records_have_the_checksums_that_they_state(
+    one: Files, damaged_first: bool
+) -> None:
+    start = epoch(one).start
+    bad = {**one, DISTCP: flipped(one[DISTCP], one[DISTCP].index(b"first", start))}
+    settled = settle_all(union(bad, one) if damaged_first else union(one, bad))
+    assert settled.union.read(DISTCP, 0, len(one[DISTCP])) == one[DISTCP]
+    assert any("is damaged; taken from" in line for line in settled.said) is damaged_first
+
+
+def test_an_object_that_differs_where_no_checksum_tells_is_refused(one: Files) -> None:
+    span = epoch(one)
+    torn = [flipped(one[DISTCP], span.stop - at) for at in (20, 22)]  # both archives are without an end
     with pytest.raises(CorruptFile, match="where no checksum tells"):
-        settle(union(one, {DISTCP: flipped(one[DISTCP], at + 70)}))
+        settle(union({**one, DISTCP: torn[0]}, {DISTCP: torn[1]}))
+
+
+def test_what_is_taken_in_parts_is_held_against_the_checksum_of_the_whole_first(one: Files, damaged: bytes) -> None:
+    joined, original = settle(union({**one, DISTCP: damaged}, one)), place(one)
+    for part in (0, 1):
+        made, _ = consolidated(gather(joined), joined, part=part)
+        sound, _ = consolidated(gather(original), original, part=part)
+        assert made.tensors == sound.tensors
+        assert made.source.mended == (span_of(one, "w"),)
+
+
+def test_bytes_are_read_once_where_all_is_well(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(512, 512)}, checkpoint_id=tmp_path, no_dist=True)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    places = [Counting(place(files)) for _ in range(2)]
+    joined = settle(Union(places))
+    consolidated(gather(joined), joined)
+    middle = sum(payload(files, "w")) // 2
+    assert [each.times(DISTCP, middle) for each in places] == [1, 0]
 
 
 def test_without_checksums_the_bytes_are_compared(without_checksums: Files) -> None:
