@@ -46,7 +46,7 @@ def hold_against_torch(raw: np.ndarray, source: str, target: str) -> None:
 
 def too_large(before: np.ndarray, after: np.ndarray, target: str) -> int:
     if target == "F8_E4M3":  # torch gives its largest number; 464 is the last that rounds to it
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             return int(np.count_nonzero(np.abs(before.astype(np.float32)) > 464))
     return int(np.count_nonzero(np.isfinite(before) & ~np.isfinite(after)))
 
