@@ -95,6 +95,8 @@ class _Cutter:
         self._plan, self._budget = plan, budget_bytes
         self._copies = Copies(plan)
         self._makings = {making.tensor: making for making in plan.makings}
+        self._held: dict[int, Piece] = {}
+        self._specs = [spec for _, spec in (*plan.tensors, *plan.operands)]
         self._growing: dict[int, _Growing] = {}
         self._opened: set[int] = set()
         self._row: tuple[int, ...] = ()
@@ -109,10 +111,17 @@ class _Cutter:
                 if piece.tensor != tensor:
                     self._end_tensor()
                     tensor = piece.tensor
-                for read in reads_of(self._makings.get(piece.tensor), piece, self._plan.window_bytes):
-                    self._take(number, read)
+                self._take_for(number, piece)
         self._end_tensor()
         return self._parts
+
+    def _take_for(self, number: int, piece: Piece) -> None:
+        """Take what a piece is read or made from; what is held already for an operation is not read again."""
+        for read in reads_of(self._makings.get(piece.tensor), piece, self._plan.window_bytes):
+            if self._held.get(read.tensor) != read:
+                self._take(number, read)
+            if piece.tensor in self._makings:
+                self._held[read.tensor] = read
 
     def _take(self, number: int, piece: Piece) -> None:
         most = min(FETCH_BYTES, self._budget // (2 * self._side_by_side(piece)))
@@ -125,7 +134,7 @@ class _Cutter:
         """Return how many shards the rows of a piece lie in: all are read on and on until those rows are done."""
         row = (piece.tensor, *piece.box.offset[:1])
         if row != self._row:
-            spec = self._plan.tensors[piece.tensor][1]
+            spec = self._specs[piece.tensor]
             shape = Lattice.of(spec.dtype, spec.shape).shape
             start, extent = piece.box.offset[:1], piece.box.shape[:1]
             whole = Box((*start, *(0 for _ in shape[1:])), (*extent, *shape[1:]))

@@ -1,5 +1,6 @@
 """Which ranges are fetched: what a file needs, once, in few requests, and never more at once than the budget."""
 
+import itertools
 from dataclasses import dataclass, replace
 
 import pytest
@@ -7,9 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfdcp_core.box import Box
-from hfdcp_core.catalog import RAW, TORCH_SAVE, TORCH_SAVE_ZSTD, Shard, Span, TensorSpec
+from hfdcp_core.catalog import RAW, TORCH_SAVE, TORCH_SAVE_ZSTD, Catalog, Shard, Span, TensorSpec
 from hfdcp_core.fetches import END_BYTES, FETCH_BYTES, GAP_BYTES, Fetch, fetches_of, joined
-from hfdcp_core.plan import Copy, FilePlan, Read, row_major
+from hfdcp_core.layout import lay_out
+from hfdcp_core.manifest import Numerics
+from hfdcp_core.plan import Copy, FilePlan, Read, reshard, row_major
+from hfdcp_core.quantization import settle
+from hfdcp_core.recipe import Definition
 from hfdcp_core.windows import Copies, view_of, windows
 
 MIB = 1 << 20
@@ -235,3 +240,22 @@ def test_joining_keeps_every_part_in_one_fetch_and_for_as_long(
         )
     assert all(fetch.nbytes <= max(budget_bytes // 2, 60) for fetch in fetches)
     assert FETCH_BYTES == 8 * MIB
+
+
+@pytest.mark.parametrize("window_bytes", [512, 4096, 1 << 20])
+@pytest.mark.parametrize("asked", [Numerics("F16"), Numerics(dequantize=True)], ids=["cast", "dequantise"])
+def test_what_numbers_are_made_from_is_fetched_once(asked: Numerics, window_bytes: int) -> None:
+    """Numbers and scales lie in files of their own, and one fetch may be smaller than what is held of an operand."""
+    dtype = "F8_E4M3" if asked.dequantize else "F32"
+    specs = {"w": TensorSpec(dtype, (96, 80)), "w_scale": TensorSpec("F32", (96, 1)), "one": TensorSpec("BF16", ())}
+    shards = tuple(Shard(n, s.dtype, Box.whole(s.shape), Span(n, 0, s.nbytes)) for n, s in specs.items())
+    settled = settle([Definition(name, spec, name) for name, spec in specs.items()], asked)
+    target = lay_out(settled.definitions, max_file_size=1 << 30)
+    [plan] = reshard(Catalog("safetensors", specs, shards), target, window_bytes=window_bytes).files
+    fetches = fetches_of(plan, budget_bytes=1 << 20)
+    assert sum(fetch.nbytes for fetch in fetches) == sum(spec.nbytes for spec in specs.values())
+    for name, spec in specs.items():
+        covered = sorted((fetch.start, fetch.stop) for fetch in fetches if fetch.path == name)
+        assert covered[0][0] == 0
+        assert covered[-1][1] == spec.nbytes
+        assert all(one[1] == other[0] for one, other in itertools.pairwise(covered))
