@@ -14,7 +14,6 @@ not looked at. Nothing of torch is imported, and no tensor is unpickled: its pay
 from __future__ import annotations
 
 import gc
-import io
 import pickle
 import pickletools
 from collections.abc import Callable, Iterator, Mapping
@@ -25,10 +24,10 @@ from hfdcp_core.distcp_form import Known
 from hfdcp_core.distcp_item import StorageRef, TensorRef, TorchItem, item_of
 from hfdcp_core.distcp_metadata import DcpMetadata, metadata_of
 from hfdcp_core.distcp_object import TENSORS, ObjectContent, hides_tensors, read_object, sound_records
-from hfdcp_core.distcp_scan import Rules, disarm
+from hfdcp_core.distcp_scan import Budget, Rules, TamePickle
 from hfdcp_core.distcp_zip import Item
 from hfdcp_core.dtypes import NOT_IN_SAFETENSORS, TABLE
-from hfdcp_core.errors import CorruptFile, HfdcpError, SourceError, UnsafePickle
+from hfdcp_core.errors import CorruptFile, SourceError, UnsafePickle
 
 __all__ = [
     "TENSORS",
@@ -43,7 +42,13 @@ __all__ = [
 ]
 
 MOST_METADATA_BYTES = 1 << 29
-"""About four million shards. A hostile pickle may take some eighty times its size in memory, an honest one twelve."""
+"""About four million shards."""
+
+_MOST_ARGUMENTS = 256
+"""Of a call whose result is not looked at: the parts of a path, for instance."""
+
+_EMPTY_BYTES = 96
+"""Of a list with its first places."""
 
 _SEARCHED_FOR_NAMES = 1 << 20
 """How much of a refused pickle is looked through for what it names."""
@@ -58,9 +63,13 @@ _DTYPES = {
 }
 
 
-def _arguments(*arguments: object) -> tuple[object, ...]:
-    """Stand for a call whose result is not looked at."""
-    return arguments
+def _unread(*arguments: object) -> None:
+    """Stand for a call whose result is not looked at.
+
+    Python copies the arguments, which may be shared: were there millions, a few bytes could have them copied.
+    """
+    if len(arguments) > _MOST_ARGUMENTS:
+        raise ValueError(f"a call with {len(arguments)} arguments")
 
 
 def _argument(argument: object) -> object:
@@ -68,8 +77,8 @@ def _argument(argument: object) -> object:
     return argument
 
 
-def _empty(*_: object) -> list[object]:
-    """Stand for a dictionary of another class; its items come later."""
+def _empty() -> list[object]:
+    """Stand for a dictionary of another class; its items come later. The unpickler lets it be paid."""
     return []
 
 
@@ -85,25 +94,25 @@ _METADATA_GLOBALS: Mapping[tuple[str, str], object] = {
     (_METADATA, "ChunkStorageMetadata"): records.ChunkRecord,
     (_METADATA, "MetadataIndex"): records.IndexRecord,
     (_METADATA, "StorageMeta"): records.StorageMetaRecord,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _arguments,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _unread,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): records.StorageRecord,
     # OLMo-core has a class of its own, with the fields of torch's.
     ("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo"): records.StorageRecord,
     # torch 2.1 and 2.2 keep the properties with the ShardedTensor.
     (_OLD_METADATA, "TensorProperties"): records.PropertiesRecord,
-    (_OLD_METADATA, "MEM_FORMAT_ENCODING"): _arguments,
+    (_OLD_METADATA, "MEM_FORMAT_ENCODING"): _unread,
     # Megatron-core keeps the save plans of all ranks in the same pickle, and newer ones derive classes of their own.
     (_PLANNER, "SavePlan"): records.Record,
     (_PLANNER, "WriteItem"): records.Record,
     (_PLANNER, "TensorWriteData"): records.Record,
-    (_PLANNER, "WriteItemType"): _arguments,
+    (_PLANNER, "WriteItemType"): _unread,
     (_MEGATRON, "MCoreSavePlan"): records.Record,
     (_MEGATRON, "MCoreMetadata"): records.MetadataRecord,
     ("torch", "Size"): _argument,
-    ("torch.serialization", "_get_layout"): _arguments,
+    ("torch.serialization", "_get_layout"): _unread,
     ("collections", "OrderedDict"): _empty,
     **{
-        (module, f"{flavour}Path"): _arguments
+        (module, f"{flavour}Path"): _unread
         for module in ("pathlib", "pathlib._local")
         for flavour in ("Posix", "Windows", "PurePosix", "PureWindows")
     },
@@ -158,24 +167,33 @@ _TENSOR_GLOBALS: Mapping[tuple[str, str], object] = {
 """Everything that the pickle of one plain dense tensor names."""
 
 
+def _paid_empty(budget: Budget) -> Callable[[], list[object]]:
+    def empty() -> list[object]:
+        budget.spend(_EMPTY_BYTES)
+        return _empty()
+
+    return empty
+
+
 class _Unpickler(pickle.Unpickler):
     """Resolves names in one table only; what stands there calls nothing outside of this module."""
 
-    def __init__(self, tame: bytes, allowed: Callable[[str, str], object], where: str) -> None:
-        super().__init__(io.BytesIO(tame))
-        self._allowed = allowed
-        self._where = where
+    def __init__(self, tame: TamePickle, rules: Rules) -> None:
+        super().__init__(tame)
+        self._rules = rules
+        self._paid_empty = _paid_empty(rules.budget)
 
     def find_class(self, module: str, name: str, /) -> object:
         """Return what stands for a global."""
-        return self._allowed(module, name)
+        found = self._rules.check_global(module, name)
+        return self._paid_empty if found is _empty else found
 
     def persistent_load(self, pid: object, /) -> StorageRef:
         """Return the storage that ``("storage", kind, name, location, count)`` names."""
         match pid:
             case ("storage", _StorageKind() as kind, str(name), _, int(count)) if type(count) is int and count >= 0:
                 return StorageRef(str(kind) or None, name, count)
-        raise CorruptFile(f"{self._where}: a persistent id that names no storage")
+        raise CorruptFile(f"{self._rules.where}: a persistent id that names no storage")
 
 
 def read_metadata(raw: bytes, *, path: str) -> DcpMetadata:
@@ -188,8 +206,9 @@ def read_metadata(raw: bytes, *, path: str) -> DcpMetadata:
     """
     if len(raw) > MOST_METADATA_BYTES:
         raise CorruptFile(f"{path}: {len(raw)} bytes; at most {MOST_METADATA_BYTES} are read")
+    rules = Rules(path, _checker(_METADATA_GLOBALS, path), Budget(path, len(raw)))
     with _without_collector():
-        return metadata_of(_load(raw, _METADATA_GLOBALS, path, persistent_ids=False), where=path, budget=len(raw))
+        return metadata_of(_load(raw, rules), where=path, budget=rules.budget)
 
 
 _ALIKE: Known[TorchItem] = Known()
@@ -213,7 +232,7 @@ def read_item(
     """
 
     def load(raw: bytes, name: str) -> object:
-        return _load(raw, _TENSOR_GLOBALS, name, persistent_ids=True)
+        return _load(raw, Rules(name, _checker(_TENSOR_GLOBALS, name), Budget(name, len(raw)), persistent_ids=True))
 
     return item_of(Item(fetch, length, where), load=load, known=known)
 
@@ -230,7 +249,9 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _load(raw: bytes, table: Mapping[tuple[str, str], object], where: str, *, persistent_ids: bool) -> object:
+def _checker(table: Mapping[tuple[str, str], object], where: str) -> Callable[[str, str], object]:
+    """Return what looks names up in one table, and refuses all others."""
+
     def allowed(module: str, name: str) -> object:
         try:
             return table[module, name]
@@ -240,19 +261,21 @@ def _load(raw: bytes, table: Mapping[tuple[str, str], object], where: str, *, pe
                 "it was neither imported nor called"
             ) from None
 
+    return allowed
+
+
+def _load(raw: bytes, rules: Rules) -> object:
     try:
-        tame = disarm(raw, Rules(where, allowed, persistent_ids))
+        loaded = _Unpickler(TamePickle(raw, rules), rules).load()
     except SourceError:
         for module, name in _globals_at_start(raw):
-            allowed(module, name)  # a name says more than "not a pickle of protocol 2 to 5" or an opcode
-        raise
-    try:
-        return _Unpickler(tame, allowed, where).load()
-    except HfdcpError:
+            rules.check_global(module, name)  # a name says more than "not a pickle of protocol 2 to 5" or an opcode
         raise
     except Exception as broken:
         # As broad as it is wide: a damaged pickle makes the unpickler raise nearly anything.
-        raise CorruptFile(f"{where}: a damaged pickle: {type(broken).__name__}: {broken}") from broken
+        raise CorruptFile(f"{rules.where}: a damaged pickle: {type(broken).__name__}: {broken}") from broken
+    rules.budget.loaded()
+    return loaded
 
 
 def _globals_at_start(raw: bytes) -> Iterator[tuple[str, str]]:

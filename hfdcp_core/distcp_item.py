@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from hfdcp_core import distcp_zip
 from hfdcp_core.distcp_form import Form, Known
 from hfdcp_core.distcp_records import Fields, TorchDtype, described
+from hfdcp_core.distcp_scan import Budget
 from hfdcp_core.dtypes import Dtype, dtype_of_torch
 from hfdcp_core.errors import UnknownDtype
 
@@ -157,8 +158,8 @@ def _record(item: distcp_zip.Item, records: Mapping[str, distcp_zip.Record], nam
 class _View:
     """The typed content of a `TensorRef`."""
 
-    def __init__(self, loaded: object, where: str, budget: int) -> None:
-        self._fields = fields = Fields(where, budget)
+    def __init__(self, loaded: object, where: str, size: int) -> None:
+        self._fields = fields = Fields(where, Budget(where, size))
         if not isinstance(loaded, TensorRef):
             fields.fail(f"expected one plain tensor, found {described(loaded)}")
         if not isinstance(loaded.storage, StorageRef):

@@ -34,6 +34,7 @@ from hfdcp_core.distcp_records import (
     described,
     named,
 )
+from hfdcp_core.distcp_scan import Budget
 from hfdcp_core.dtypes import Dtype, dtype_named, dtype_of_torch
 from hfdcp_core.errors import UnknownDtype, UnknownFormat
 
@@ -46,6 +47,16 @@ _TENSOR_FIELDS = ["properties", "size", "chunks"]
 _CHUNK_FIELDS = ["offsets", "sizes"]
 _INDEX_FIELDS = ["fqn", "index", "offset"]
 _STORAGE_FIELDS = ["relative_path", "offset", "length", "transform_descriptors"]
+_MOST_PATH = 4096
+"""Characters of a path, as file systems and object stores allow."""
+_TENSOR_BYTES, _CHUNK_BYTES, _ITEM_BYTES, _PATH_BYTES, _ENTRY_BYTES, _STEP_BYTES = 600, 180, 250, 350, 300, 8
+"""Memory that is taken at most for a tensor, a chunk, an item, a new path, another entry, and a step of a name's path
+(more for a number, which becomes a text): values with their places in dictionaries and sets, while these grow."""
+_NUMBER_BYTES = 16
+"""Memory for each number of a place and a size that is made anew."""
+_NUMBER_TEXT_BYTES = 80
+_REASON_BYTES = 300
+"""Memory for each name in a reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +88,8 @@ class _Tensor:
     """One tensor, while its items are being found."""
 
     spec: TensorSpec
-    boxes: dict[tuple[int, ...], Box]
-    """Its stored boxes by their offset in torch's elements."""
-    unseen: set[tuple[int, ...]]
-    """Offsets of the boxes whose items were not met yet."""
+    boxes: dict[tuple[int, ...], Box | None]
+    """Its stored boxes by their offset in torch's elements; None once the item was met."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +102,16 @@ class _Items:
     unsupported: dict[str, str]
     extents: dict[str, int]
     objects: list[ObjectItem] = field(default_factory=list)
+    claimed: set[str] = field(default_factory=set)
+    """Names of the entries that ``objects`` are of."""
     starts: dict[str, int] = field(default_factory=dict)
     """The last start of an item of a tensor in each file."""
     archives: set[str] = field(default_factory=set)
     """Files with an item of a tensor that is not exactly as long as its elements."""
 
 
-def metadata_of(loaded: object, *, where: str, budget: int) -> DcpMetadata:
-    """Build the values from a loaded pickle whose lists may have ``budget`` items in all.
+def metadata_of(loaded: object, *, where: str, budget: Budget) -> DcpMetadata:
+    """Build the values from a loaded pickle within what its loading left of the budget.
 
     Raises:
         CorruptFile: A field is missing, of another type, or contradicts another.
@@ -146,12 +157,14 @@ def _entries(fields: Fields, value: object) -> tuple[dict[str, _Tensor], list[Sk
     unsupported: dict[str, str] = {}
     for fqn, entry in fields.mapping(value, "state_dict_metadata"):
         if isinstance(entry, BytesRecord):
+            fields.pay(_ENTRY_BYTES + len(fqn))
             skipped.append(Skipped(fqn, "not a tensor: a pickled Python object"))
             continue
         fields.about = fqn
         try:
             tensors[fqn] = _tensor(fields, fqn, entry)
         except UnknownDtype as unfit:
+            fields.pay(_REASON_BYTES + len(fqn))
             unsupported[fqn] = unfit.message
         fields.about = None
     return tensors, skipped, unsupported
@@ -166,7 +179,9 @@ def _tensor(fields: Fields, fqn: str, entry: object) -> _Tensor:
         raise UnknownDtype("safetensors cannot hold a tensor of that name")
     if dtype.packed > 1 and not extents:
         raise UnknownDtype(f"torch.{dtype.torch} without a dimension: its elements are halves of bytes")
-    boxes: dict[tuple[int, ...], Box] = {}
+    boxes: dict[tuple[int, ...], Box | None] = {}
+    anew = 2 * _NUMBER_BYTES * len(extents) if dtype.packed > 1 else 0
+    fields.pay(_TENSOR_BYTES + anew + (_CHUNK_BYTES + anew) * len(chunks))
     for chunk in chunks:
         offset, sizes = _chunk(fields, chunk, extents)
         box, other = Box(_logical(offset, dtype), _logical(sizes, dtype)), boxes.get(offset)
@@ -174,7 +189,7 @@ def _tensor(fields: Fields, fqn: str, entry: object) -> _Tensor:
             fields.fail(f"two chunks at one offset, {other} and {box}")
         if not other or box.volume:
             boxes[offset] = box
-    return _Tensor(TensorSpec(dtype.name, _logical(extents, dtype)), boxes, set(boxes))
+    return _Tensor(TensorSpec(dtype.name, _logical(extents, dtype)), boxes)
 
 
 def _dtype(fields: Fields, properties: object) -> Dtype:
@@ -203,6 +218,7 @@ def _shards(fields: Fields, value: object, items: _Items) -> Iterator[Shard]:
     """Yield the shards that hold an element, and note in ``items`` what else is seen on the way."""
     for key, stored in fields.items(value, "storage_data"):
         fields.about = None
+        fields.pay(_ITEM_BYTES)
         fqn, _, offset = fields.values(key, IndexRecord, _INDEX_FIELDS)
         fields.about = name = fields.text(fqn, "storage_data: a key's fqn")
         path, start, length, transforms = fields.values(stored, StorageRecord, _STORAGE_FIELDS)
@@ -215,6 +231,10 @@ def _shards(fields: Fields, value: object, items: _Items) -> Iterator[Shard]:
                 fields.fail("an item of it is a box of a tensor, but state_dict_metadata says that it is none")
             if name not in items.unsupported and (not transforms or _listed(fields, transforms) == _ZSTD):
                 encoding = TORCH_SAVE_ZSTD if transforms else TORCH_SAVE
+                if name in items.claimed:
+                    fields.fail("two items of it")
+                fields.pay(_ENTRY_BYTES + len(name))
+                items.claimed.add(name)
                 items.objects.append(ObjectItem(_printable(name), span, encoding))
             continue
         box = _claim(fields, tensor, offset)
@@ -236,12 +256,14 @@ def _note_place(items: _Items, span: Span, dtype: str, box: Box) -> None:
 def _claim(fields: Fields, tensor: _Tensor, value: object) -> Box:
     """Return the box at an offset, which no other item may have claimed."""
     offset = fields.counts(value, "an item's place in its tensor")
-    if offset not in tensor.boxes:
-        fields.fail(f"an item at {list(offset)}, where the tensor has no chunk")
-    if offset not in tensor.unseen:
-        fields.fail(f"two items at {list(offset)}")
-    tensor.unseen.remove(offset)
-    return tensor.boxes[offset]
+    box = tensor.boxes.get(offset)
+    if box is None:
+        met = offset in tensor.boxes
+        fields.fail(
+            f"two items at {list(offset)}" if met else f"an item at {list(offset)}, where the tensor has no chunk"
+        )
+    tensor.boxes[offset] = None
+    return box
 
 
 def _span(fields: Fields, stored: tuple[object, object, object], extents: dict[str, int]) -> Span:
@@ -249,8 +271,13 @@ def _span(fields: Fields, stored: tuple[object, object, object], extents: dict[s
     path = fields.text(stored[0], "relative_path")
     start, length = fields.count(stored[1], "an item's offset"), fields.count(stored[2], "an item's length")
     reached = extents.get(path)
+    if reached is None:
+        fields.pay(_PATH_BYTES)
     if reached is None and (
-        "\0" in path or _printable(path) != path or not {"", ".", ".."}.isdisjoint(path.split("/"))
+        len(path) > _MOST_PATH
+        or "\0" in path
+        or _printable(path) != path
+        or not {"", ".", ".."}.isdisjoint(path.split("/"))
     ):
         fields.fail(f"relative_path: {named(path)} is no path inside the checkpoint")
     stop = start + length
@@ -260,7 +287,10 @@ def _span(fields: Fields, stored: tuple[object, object, object], extents: dict[s
 
 
 def _listed(fields: Fields, value: object) -> list[str]:
+    if value == _ZSTD:  # all that torch writes itself
+        return _ZSTD
     names = fields.sequence(value, "transform_descriptors")
+    fields.pay(_REASON_BYTES * len(names))
     return [fields.text(name, "transform_descriptors") for name in names]
 
 
@@ -268,6 +298,7 @@ def _flattened(fields: Fields, value: object) -> Iterator[tuple[str, str]]:
     """Yield the tensors that Megatron-core's distributed optimizer saved in another shape than their own."""
     for fqn, notes in fields.mapping([] if value is None else value, "mcore_data"):
         if any(name == _FLATTENED for name, _ in fields.mapping(notes, f"mcore_data: {named(fqn)}")):
+            fields.pay(_ENTRY_BYTES)
             yield fqn, "Megatron-core saved it flattened, in another shape than its own: an optimizer state, no weight"
 
 
@@ -280,11 +311,14 @@ def _nesting(fields: Fields, value: object, fqns: set[str]) -> dict[str, tuple[s
         return {}
     nesting: dict[str, tuple[str, ...]] = {}
     for fqn, path in fields.mapping(value, "planner_data"):
+        if type(path) is tuple:
+            fields.spend(len(path))
         if type(path) is not tuple or not set(map(type, path)) <= {str, int}:
             fields.fail(f"planner_data: {named(fqn)}: expected a path of names and numbers, found {described(path)}")
-        fields.spend(len(path))
+        fields.pay(_ENTRY_BYTES + sum(_NUMBER_TEXT_BYTES if type(step) is int else _STEP_BYTES for step in path))
         nesting[fqn] = tuple(map(str, path))
-        if ".".join(nesting[fqn]) != fqn:
+        # The length is looked at first: a path may name one long text again and again.
+        if sum(map(len, nesting[fqn])) + len(path) - 1 != len(fqn) or ".".join(nesting[fqn]) != fqn:
             fields.fail(f"planner_data: {named(fqn)}: the path {described(path)} spells another name")
     if lost := sorted(fqns - nesting.keys()):
         fields.fail(f"planner_data: {named(lost[0])} is not in it, as all names are that are saved")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, NoReturn, cast
 
-from hfdcp_core.distcp_scan import pairs
+from hfdcp_core.distcp_scan import Budget, pairs
 from hfdcp_core.errors import CorruptFile
 
 MAX_DIMENSIONS = 64
@@ -22,6 +22,8 @@ MAX_DIMENSIONS = 64
 _LIMIT = 2**63
 _MOST_FIELDS = 64
 _SHOWN = 200
+_SET_PLACE = 64
+"""Bytes of memory that an item of a set takes at most while the set grows."""
 
 
 class TorchDtype(str):
@@ -39,7 +41,8 @@ class Record(list[object]):
     """The writer's name of the class."""
 
     def __init__(self) -> None:
-        """Refuse arguments: a call in a pickle could otherwise copy a long list again and again."""
+        """Refuse to be called: writers' pickles make records by NEWOBJ, which calls no initializer."""
+        raise TypeError("a record is made without a call")
 
 
 class MetadataRecord(Record):
@@ -99,15 +102,17 @@ class StorageMetaRecord(Record):
 
 
 class Fields:
-    """Access to the fields of records, with one budget of steps for all lists of a file.
+    """Access to the fields of records, with budgets of steps for all lists of a file, and of memory for what is made.
 
     Every method takes ``what``, the field that a message names; `about` says which tensor it belongs to.
     """
 
-    def __init__(self, where: str, budget: int) -> None:
-        """Read records of the file ``where``; its lists may have ``budget`` items in all."""
+    def __init__(self, where: str, budget: Budget) -> None:
+        """Read records of the file ``where``; its lists may have as many items in all as it has bytes."""
         self._where = where
-        self._budget = budget
+        self._steps = budget.size
+        self.pay = budget.spend
+        """Called with the bytes of memory that a value takes, before it is made of the records."""
         self.about: str | None = None
 
     def fail(self, problem: str) -> NoReturn:
@@ -141,6 +146,7 @@ class Fields:
             name = self.text(key, f"{what}: a key")
             if name in seen:
                 self.fail(f"{what}: {named(name)} stands there twice")
+            self.pay(_SET_PLACE)
             seen.add(name)
             yield name, item
 
@@ -157,8 +163,8 @@ class Fields:
 
     def spend(self, steps: int) -> None:
         """Take the length of a sequence off the budget."""
-        self._budget -= steps
-        if self._budget < 0:
+        self._steps -= steps
+        if self._steps < 0:
             self.fail("the lists share their parts so often that they describe more than the file can hold")
 
     def text(self, value: object, what: str) -> str:
