@@ -22,7 +22,6 @@ from hfdcp_core.errors import PlanError
 from hfdcp_core.operation import grain
 from hfdcp_core.plan import Copy, FilePlan, Plan, row_major
 
-
 LARGEST_ITEM = 8
 """Bytes of the widest item (F64, C64): no window is smaller."""
 
