@@ -50,6 +50,22 @@ class SourceCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class Statistics:
+    """What the floating numbers of tensors look like; names only where there is something to say."""
+
+    level: str = "none"
+    """How much was looked at: ``none``, ``basic``, ``full`` (`hfdcp_core.statistics.LEVELS`)."""
+    nan: Mapping[str, int] = field(default_factory=dict)
+    """How many numbers are NaN, by tensor."""
+    inf: Mapping[str, int] = field(default_factory=dict)
+    """How many numbers are infinite, by tensor."""
+    zero: tuple[str, ...] = ()
+    """Tensors whose numbers are all zero."""
+    absmax: Mapping[str, float] = field(default_factory=dict)
+    """The largest magnitude of the finite numbers, by tensor; of ``full`` only."""
+
+
+@dataclass(frozen=True, slots=True)
 class FileRecord:
     """One file that was written, and what was hashed on the way."""
 
@@ -68,6 +84,8 @@ class FileRecord:
     """What was checked of the bytes it was made from."""
     overflowed: Mapping[str, int] = field(default_factory=dict)
     """Of tensors that were cast or scaled: how many numbers their dtype cannot hold, where there are any."""
+    statistics: Statistics = field(default_factory=Statistics)
+    """What the written numbers look like, of each tensor or of the part of it that lies in the file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import gzip
 import json
+import math
 import types
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +29,7 @@ from hfdcp_core.plan import Copy, FilePlan, Making, Read, row_major
 VERSION = 1
 """Version of all our documents; another one is refused by name."""
 
-Json = None | bool | int | str | list["Json"] | dict[str, "Json"]
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 Value = TypeVar("Value")
 _BAD = (KeyError, TypeError, ValueError, IndexError, AttributeError, HfdcpError)
 """What reading a document of another shape runs into; all of it means that the document is not ours any more."""
@@ -96,6 +97,8 @@ def encode(value: object) -> Json:
     """Turn a value into JSON's types."""
     if value is None or isinstance(value, bool | int | str):
         return value
+    if isinstance(value, float):
+        return _finite(value)
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, Mapping):
@@ -118,6 +121,8 @@ def decode(kind: Any, data: Any) -> Any:
         return _decode_dataclass(kind, data)
     if kind is bytes:
         return base64.b64decode(_expect(str, data), validate=True)
+    if kind is float:
+        return _finite(_expect(float, data))
     origin, args = get_origin(kind), get_args(kind)
     if origin is types.UnionType:
         return None if data is None else decode(next(arg for arg in args if arg is not type(None)), data)
@@ -159,6 +164,12 @@ def _expect(kind: type, data: Any) -> Any:
     if type(data) is not kind:
         raise TypeError(f"expected {kind.__name__}, found {type(data).__name__}")
     return data
+
+
+def _finite(number: float) -> float:
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is no number in JSON")
+    return number
 
 
 # ---- tables: catalogs and file plans --------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ RANKS = (
     ("errors",),
     ("dtypes", "box", "homes", "json_text"),
     ("catalog", "manifest", "picture"),
-    ("distcp_scan", "distcp_zip", "numeric", "operation"),
+    ("distcp_scan", "distcp_zip", "numeric", "operation", "statistics"),
     ("distcp_records", "distcp_form", "operate"),
     ("distcp_machine",),
     ("distcp_item", "distcp_metadata", "distcp_object"),
