@@ -9,8 +9,8 @@ row where a row is larger, or of many small tensors). Each is
 - written, in file order,
 
 by three threads on three windows where processors are free for them, by one where other files need them all
-(`hfdcp_core.crew`). So each source byte is read once, checked, placed, hashed and written once, and a 100 GB tensor takes no more memory
-than a small one. The file becomes visible only when everything in it was found right.
+(`hfdcp_core.crew`). So each source byte is read once, checked, placed, hashed and written once, and a 100 GB tensor
+takes no more memory than a small one. The file becomes visible only when everything in it was found right.
 
 Of a source in several places, an item that turns out damaged is looked for in the other ones, and the file is made
 once more (`hfdcp_core.mending`).
@@ -178,7 +178,7 @@ class _Work:
         self._windows = 0
         self._progress, self._terms = progress, terms
         self._filler = Filler(plan, source, terms.cancellation)
-        self._hashes = _Hashes(plan) if terms.hashing else _Unhashed(plan)
+        self._hashes: _Hashes | _Unhashed = _Hashes(plan) if terms.hashing else _Unhashed(plan)
 
     def run(self) -> FileRecord:
         header = memoryview(self._plan.header)

@@ -3,6 +3,10 @@
 It has a temporary name in the same folder and all of its space from the start, so that a full disk is known at once;
 it is renamed when it is whole and on the disk. Its writer keeps it locked: a temporary file that nobody has locked was
 left by a process that died.
+
+Measured: on ext4 a new file whose space is reserved is written at 5.5 GB/s, otherwise at 3.4. On tmpfs to reserve only
+costs (reading, hashing and writing 2 GB: 3.0 s of processor time without, 3.3 with), so there the free space is looked
+at instead.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import errno
 import os
 import secrets
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 from hfdcp_core.errors import ValidationError
@@ -40,9 +45,16 @@ class LocalUpload:
         Raises:
             OSError: There is not enough.
         """
+        if _in_memory(os.fstat(self._fd).st_dev):
+            found = os.fstatvfs(self._fd)
+            if found.f_blocks and found.f_bavail * found.f_frsize < self._size:  # without blocks there is no limit
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        elif self._size:
+            self._fallocate()
+
+    def _fallocate(self) -> None:
         try:
-            if self._size:
-                os.posix_fallocate(self._fd, 0, self._size)
+            os.posix_fallocate(self._fd, 0, self._size)
         except OSError as error:
             if error.errno not in _NO_FALLOCATE:
                 raise
@@ -113,6 +125,21 @@ class LocalUpload:
 def is_temporary(name: str) -> bool:
     """Tell whether a file of this name is being written, or was when its writer died."""
     return name.startswith(".") and TEMPORARY in name
+
+
+@lru_cache(maxsize=64)
+def _in_memory(device: int) -> bool:
+    """Tell whether a file system is one of Linux's that lie in memory.
+
+    >>> _in_memory(os.stat("/proc").st_dev)
+    False
+    """
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return False  # another system
+    return any(" - tmpfs " in mount and mount.split(" ", 3)[2] == number for mount in mounts)
 
 
 def _make(final: Path) -> tuple[Path, int]:
