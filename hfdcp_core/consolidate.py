@@ -38,6 +38,7 @@ from hfdcp_core.plan import AHEAD_BYTES, BUFFERS, FilePlan
 from hfdcp_core.read import page_aligned
 from hfdcp_core.read_ahead import ReadAhead
 from hfdcp_core.state import SILENT, Cancellation, Progress
+from hfdcp_core.statistics import BASIC, Counter, refuse
 from hfdcp_core.store import Source, Upload, name_in
 from hfdcp_core.windows import LARGEST_ITEM, Window, windows_of
 
@@ -77,6 +78,10 @@ class Terms:
     """Shared by all files that are made at the same time."""
     hashing: bool = True
     """Whether to hash what is written; the source is held against its own checksums in any case."""
+    statistics: str = BASIC
+    """How much is counted of the numbers, see `hfdcp_core.statistics.LEVELS`."""
+    fail_on: tuple[str, ...] = ()
+    """What no tensor of the file may hold, of `hfdcp_core.statistics.REFUSABLE`."""
 
 
 def consolidate(
@@ -99,6 +104,7 @@ def consolidate(
         CorruptFile: The source is damaged, in every place that it lies in; nothing appears in the sink.
         SourceChanged: The source is not what was gathered; nothing appears in the sink.
         StorageError: Reading or writing failed; nothing appears in the sink.
+        ValidationError: A tensor holds what the terms refuse; nothing appears in the sink.
     """
     terms, furthest = terms or Terms(), Furthest(progress)
     best = mended(source, taken_in_parts(plan), progress) or source
@@ -119,6 +125,7 @@ def _made(plan: FilePlan, source: Source, sink: Creator, progress: Progress, ter
         with terms.crew.making_a_file(), _ahead(plan, source) as ahead:
             record = _Work(plan, ahead, upload, progress, terms).run()
         check_stamps(plan.stamps, source)
+        refuse(plan.path, record.statistics, terms.fail_on)
         upload.commit()
     except BaseException:
         upload.abort()
@@ -179,6 +186,7 @@ class _Work:
         self._progress, self._terms = progress, terms
         self._filler = Filler(plan, source, terms.cancellation)
         self._hashes: _Hashes | _Unhashed = _Hashes(plan) if terms.hashing else _Unhashed(plan)
+        self._counter = Counter(((fqn, spec.dtype) for fqn, spec in plan.tensors), level=terms.statistics)
 
     def run(self) -> FileRecord:
         header = memoryview(self._plan.header)
@@ -195,7 +203,8 @@ class _Work:
                 begun.append(_Begun(window, buffer, filling.begin(partial(self._filler.fill, window, buffer))))
             while begun:
                 self._finish(begun.popleft(), hashing)
-        return replace(self._hashes.record(self._filler.check()), overflowed=self._filler.overflowed())
+        record = self._hashes.record(self._filler.check())
+        return replace(record, overflowed=self._filler.overflowed(), statistics=self._counter.found())
 
     def _finish(self, begun: _Begun, hashing: Helper) -> memoryview:
         self._terms.cancellation.check()
@@ -206,6 +215,7 @@ class _Work:
         hashed = hashing.begin(partial(self._hashes.window, begun.window, data))
         try:
             self._upload.write(data)
+            self._counter.window(((piece.tensor, piece.nbytes) for piece in begun.window), data)  # hashing takes longer
         finally:
             hashed()
         self._progress.advance(len(data))
@@ -250,4 +260,5 @@ class _Unhashed:
         """Pass over it."""
 
     def record(self, check: SourceCheck) -> FileRecord:
-        return FileRecord(self._plan.path, self._plan.size, "", {}, check)
+        names = (fqn for fqn, _ in self._plan.tensors)
+        return FileRecord(self._plan.path, self._plan.size, "", dict.fromkeys(names, ""), check)

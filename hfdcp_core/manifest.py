@@ -78,7 +78,7 @@ class FileRecord:
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Digest of each tensor in the file, or of the part of it that lies there.
 
-    ``crc64nvme:<hex>`` of its logical row-major little-endian bytes.
+    ``crc64nvme:<hex>`` of its logical row-major little-endian bytes; empty where nobody hashed the file.
     """
     source: SourceCheck = field(default_factory=SourceCheck)
     """What was checked of the bytes it was made from."""

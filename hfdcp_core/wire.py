@@ -17,7 +17,7 @@ import json
 import math
 import types
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from hfdcp_core.box import Box
@@ -95,10 +95,8 @@ def _unwrap(kind: str, raw: bytes) -> Json:
 
 def encode(value: object) -> Json:
     """Turn a value into JSON's types."""
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    if isinstance(value, float):
-        return _finite(value)
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, Mapping):
@@ -119,10 +117,8 @@ def decode(kind: Any, data: Any) -> Any:
     """Turn JSON's types back into a value of ``kind``, refusing what is not of its form."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _decode_dataclass(kind, data)
-    if kind is bytes:
-        return base64.b64decode(_expect(str, data), validate=True)
-    if kind is float:
-        return _finite(_expect(float, data))
+    if kind in _OTHERWISE:
+        return _OTHERWISE[kind](data)
     origin, args = get_origin(kind), get_args(kind)
     if origin is types.UnionType:
         return None if data is None else decode(next(arg for arg in args if arg is not type(None)), data)
@@ -131,6 +127,21 @@ def decode(kind: Any, data: Any) -> Any:
     if origin is not None and issubclass(origin, Mapping):
         return {key: decode(args[1], item) for key, item in _expect(dict, data).items()}
     return _expect(kind, data)
+
+
+def _bytes(data: Any) -> bytes:
+    return base64.b64decode(_expect(str, data), validate=True)
+
+
+def _finite(data: Any) -> float:
+    number: float = _expect(float, data)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is no number in JSON")
+    return number
+
+
+_OTHERWISE: Mapping[Any, Callable[[Any], object]] = {bytes: _bytes, float: _finite}
+"""What JSON has a narrower, or a wider, idea of."""
 
 
 def decode_as(cls: type[Value], data: Json) -> Value:
@@ -164,12 +175,6 @@ def _expect(kind: type, data: Any) -> Any:
     if type(data) is not kind:
         raise TypeError(f"expected {kind.__name__}, found {type(data).__name__}")
     return data
-
-
-def _finite(number: float) -> float:
-    if not math.isfinite(number):
-        raise ValueError(f"{number} is no number in JSON")
-    return number
 
 
 # ---- tables: catalogs and file plans --------------------------------------------------------------------------------

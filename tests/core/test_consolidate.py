@@ -294,7 +294,7 @@ def test_without_hashing_the_bytes_are_the_same_and_the_sources_own_checksums_ar
     written = sink.read(plan.path, 0, plan.size)
     unhashed = consolidate(plan, sink, sink, terms=Terms(hashing=False))
     assert sink.read(plan.path, 0, plan.size) == written
-    assert (unhashed.sha256, unhashed.tensors) == ("", {})
+    assert (unhashed.sha256, unhashed.tensors) == ("", dict.fromkeys(hashed.tensors, ""))
     assert (unhashed.size, unhashed.source) == (hashed.size, hashed.source)
 
 

@@ -16,7 +16,7 @@ from hfdcp_core.box import Box
 from hfdcp_core.catalog import RAW, TORCH_SAVE, Catalog, FileStamp, ObjectItem, Shard, Skipped, Span, TensorSpec
 from hfdcp_core.dtypes import TABLE
 from hfdcp_core.errors import ValidationError
-from hfdcp_core.manifest import CrcPart, FileRecord, Manifest, SourceCheck
+from hfdcp_core.manifest import CrcPart, FileRecord, Manifest, SourceCheck, Statistics
 from hfdcp_core.operation import DEQUANTIZE, Operand, Operation
 from hfdcp_core.plan import Copy, FilePlan, Making, Read, row_major
 
@@ -194,9 +194,23 @@ def test_half_a_surrogate_pair_in_a_path_is_written_as_json_that_anyone_reads() 
     assert wire.loads("skipped", Skipped, raw).name == "\udc80"
 
 
-def test_what_has_no_place_in_a_document_is_refused_when_written() -> None:
-    with pytest.raises(TypeError, match="float has no place in a document"):
-        wire.dumps("number", 0.5)
+@pytest.mark.parametrize(("value", "kind"), [(0.5j, "complex"), (float("inf"), "float"), (float("nan"), "float")])
+def test_what_has_no_place_in_a_document_is_refused_when_written(value: object, kind: str) -> None:
+    with pytest.raises(TypeError, match=f"{kind} has no place in a document"):
+        wire.dumps("number", value)
+
+
+@pytest.mark.parametrize("number", [0.0, 1.0, 1e22, 3.4028234663852886e38, 5e-324])
+def test_a_magnitude_is_read_back_as_it_was_written(number: float) -> None:
+    found = Statistics("full", absmax={"a": number})
+    assert wire.loads("statistics", Statistics, wire.dumps("statistics", found)) == found
+
+
+@pytest.mark.parametrize("text", ["1", "NaN", "Infinity", '"1.0"'])
+def test_what_is_no_magnitude_is_refused_when_read(text: str) -> None:
+    raw = wire.dumps("statistics", Statistics("full", absmax={"a": 1.5})).replace(b"1.5", text.encode())
+    with pytest.raises(ValidationError, match="not a Statistics"):
+        wire.loads("statistics", Statistics, raw)
 
 
 def grid_plan(ranks: int, tensors: int) -> FilePlan:
