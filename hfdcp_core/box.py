@@ -63,6 +63,8 @@ class Box:
 
     def relative_to(self, other: Box) -> Box:
         """Return the same elements, counted from the first element of ``other``."""
+        if not any(other.offset):
+            return self
         return Box(tuple(a - b for a, b in zip(self.offset, other.offset, strict=True)), self.shape)
 
     def minus(self, other: Box) -> Iterator[Box]:

@@ -27,7 +27,7 @@ ITEMS_IN_FLIGHT = 8
 """Items that are looked into at once."""
 STEP_BYTES = 2 << 20
 """How much of one item is held in memory while it is read."""
-_USUAL_OVERHEADS = (range(1100, 1250), range(1500, 1720))
+_USUAL_OVERHEADS = frozenset((*range(1100, 1250), *range(1500, 1720)))
 """Bytes of an archive around the elements of one plain tensor, as torch 2.1 to 2.6 and 2.7 to 2.15 write them (1116 to
 1180, 1513 to 1641), with room for large numbers. A surplus of any other size is looked into, not refused."""
 _Given = TypeVar("_Given")
@@ -47,7 +47,8 @@ class Findings:
 def is_unusual(shard: Shard) -> bool:
     """Whether an item is not as long as its dtype and shape, and the archive around them, make it."""
     nbytes = dtype_named(shard.dtype).bits * math.prod(shard.box.shape) // 8
-    return shard.encoding == TORCH_SAVE and not any(shard.span.length - nbytes in usual for usual in _USUAL_OVERHEADS)
+    around = shard.span.length - nbytes
+    return shard.encoding == TORCH_SAVE and around not in _USUAL_OVERHEADS
 
 
 def look(source: Source, shards: Iterable[Shard]) -> Findings:

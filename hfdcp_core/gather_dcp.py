@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from hfdcp_core.catalog import Catalog, FileStamp, Shard
+from hfdcp_core.catalog import Catalog, FileStamp, ObjectItem, Shard
 from hfdcp_core.distcp_file import DcpMetadata, read_metadata
 from hfdcp_core.distcp_tail import SEARCHED_BYTES, Held, Tail, boxes_held, header_places
 from hfdcp_core.errors import CorruptFile, IncompleteCheckpoint, StorageNotFound
@@ -176,17 +176,20 @@ def _present_files(source: Source, stamps: Mapping[str, FileStamp], found: DcpMe
 
 def _refuse_shared_bytes(url: str, shards: Iterable[Shard], found: DcpMetadata) -> None:
     """Refuse items that claim the same bytes: every writer gives each its own."""
-    spans = [(shard.span, f"{shard.fqn}{shard.box}") for shard in shards]
-    spans += [(entry.span, entry.name) for entry in found.objects]
-    rows = sorted((span.path, span.start, span.stop, name) for span, name in spans if span.length)
+    held: list[Shard | ObjectItem] = [*shards, *found.objects]
+    rows = sorted((e.span.path, e.span.start, e.span.stop, number) for number, e in enumerate(held) if e.span.length)
     CorruptFile.raise_for(
         f"{url}: {METADATA} gives the same bytes to several items",
         [
-            f"{one[3]} and {other[3]}: {one[0]}[{other[1]}:{min(one[2], other[2])}]"
+            f"{_shown(held[one[3]])} and {_shown(held[other[3]])}: {one[0]}[{other[1]}:{min(one[2], other[2])}]"
             for one, other in itertools.pairwise(rows)
             if one[0] == other[0] and other[1] < one[2]
         ],
     )
+
+
+def _shown(entry: Shard | ObjectItem) -> str:
+    return entry.name if isinstance(entry, ObjectItem) else f"{entry.fqn}{entry.box}"
 
 
 def _stat(source: Source, path: str) -> FileStamp | None:

@@ -15,11 +15,12 @@ stamps of the source files and for everything that was asked, so equal digests m
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hfdcp_core.box import Box
@@ -164,12 +165,13 @@ def reshard(source: Catalog, target: Target, *, window_bytes: int) -> Plan:
     """
     by_name = _shards_by_name(source)
     problems: list[str] = []
-    chosen: dict[str, list[Shard]] = {}
+    chosen: dict[str, _Tiles] = {}
     wanted = {definition.fqn: definition for file in target.files for definition in file.tensors}
     for operand in dict.fromkeys(operand for definition in wanted.values() for operand in definition.operands):
         found = _mismatches(operand, source, by_name)
         if not found:
-            chosen[operand.fqn], found = tile(operand.spec, by_name.get(operand.fqn, ()))
+            shards, found = tile(operand.spec, by_name.get(operand.fqn, ()))
+            chosen[operand.fqn] = _Tiles(shards)
         problems += [f"{operand.fqn}: {problem}" for problem in found]
     PlanError.raise_for("the checkpoint does not hold every wanted element exactly once", problems)
     stamps = {stamp.path: stamp for stamp in source.files}
@@ -294,7 +296,7 @@ def _left(piece: Box, shards: Iterable[Shard]) -> list[Box]:
 
 
 def _file_plan(
-    file: TargetFile, chosen: dict[str, list[Shard]], stamps: dict[str, FileStamp], window_bytes: int
+    file: TargetFile, chosen: Mapping[str, _Tiles], stamps: dict[str, FileStamp], window_bytes: int
 ) -> FilePlan:
     plain = [(n, part.definition.source, part.box, part.box) for n, part in _parts(file, made=False)]
     makings = _makings(file)
@@ -303,8 +305,11 @@ def _file_plan(
         for making in makings
         for number, operand, box in zip(making.operands, making.operation.operands, making.needed, strict=True)
     ]
-    wanted = [(n, shard, box, inside) for n, fqn, box, inside in (*plain, *operands) for shard in chosen[fqn]]
-    taken = [(n, shard, shared, inside) for n, shard, box, inside in wanted if (shared := shard.box.intersect(box))]
+    taken = [
+        (n, shard, shared, inside)
+        for n, fqn, box, inside in (*plain, *operands)
+        for shard, shared in chosen[fqn].meeting(box)
+    ]
     shards = tuple(shard for _, shard, _, _ in taken)
     copies = tuple(
         Copy(position, shared.relative_to(inside), _read(number, shard, shared))
@@ -340,9 +345,30 @@ def _makings(file: TargetFile) -> list[Making]:
     return makings
 
 
+class _Tiles:
+    """The shards that tile a tensor, by offset; those that meet a box are found without a look at all of them."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+        self._starts = [shard.box.offset[0] if shard.box.offset else 0 for shard in shards]
+        self._longest = max((shard.box.shape[0] for shard in shards if shard.box.shape), default=1)
+        self._volume = sum(shard.box.volume for shard in shards)
+
+    def meeting(self, box: Box) -> Iterator[tuple[Shard, Box]]:
+        """Yield the shards that meet a box of the tensor, and what they share with it."""
+        if box.volume == self._volume:  # the whole tensor
+            return ((shard, shard.box) for shard in self._shards)
+        first, stop = box.offset[0], box.stop[0]
+        low = bisect.bisect_right(self._starts, first - self._longest)
+        near = self._shards[low : bisect.bisect_left(self._starts, stop)]
+        return ((shard, shared) for shard in near if (shared := shard.box.intersect(box)))
+
+
 def _read(number: int, shard: Shard, shared: Box) -> Read:
     """Return the view of a shard that is a box inside it."""
     strides = row_major(shard.box.shape)
+    if shared is shard.box:
+        return Read(number, 0, strides)
     inside = shared.relative_to(shard.box).offset
     return Read(number, sum(a * b for a, b in zip(inside, strides, strict=True)), strides)
 

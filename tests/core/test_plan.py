@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import TORCH_SAVE, Catalog, FileStamp, Shard, Span, TensorSpec
 from hfdcp_core.errors import PlanError
-from hfdcp_core.layout import Target, lay_out
+from hfdcp_core.layout import Target, lay_out, lay_out_for_ranks
 from hfdcp_core.plan import BUFFERS, SCRATCH, Plan, Read, reshard, row_major, tile
 from hfdcp_core.recipe import Definition
 
@@ -238,6 +238,21 @@ def test_a_hundred_thousand_shards_of_one_tensor_are_looked_at_a_few_times_each(
     solid = [part for part in found if part.volume]
     assert len(solid) == 100_000
     assert looks((400, 250), solid) < 20 * len(solid)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_from_ranks_to_ranks_the_work_grows_with_the_pieces_and_not_with_all_pairs_of_ranks(dim: int) -> None:
+    def looks_for_each(ranks: int) -> float:
+        spec = spec_of(4 * ranks, 4) if dim == 0 else spec_of(ranks, ranks)
+        rows = spec.shape[0] // ranks
+        held = [Box(Counted((rank * rows, 0)), (rows, spec.shape[1])) for rank in range(ranks)]
+        source = Catalog("dcp", {"t": spec}, tuple(shards_of(held)))
+        target = lay_out_for_ranks([Definition("t", spec, "t")], ranks=ranks, dim=dim)
+        Counted.looked = 0
+        copies = sum(len(file.copies) for file in reshard(source, target, window_bytes=64).files)
+        return Counted.looked / copies
+
+    assert looks_for_each(64) < 2 * looks_for_each(8)  # a look at all pairs would be 8 times
 
 
 # ---- the plan -------------------------------------------------------------------------------------------------------
