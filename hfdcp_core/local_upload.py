@@ -72,6 +72,17 @@ class LocalUpload:
         """Where the file lies until it is committed; other processes of this machine may write to it."""
         return self._temporary
 
+    def extend(self) -> None:
+        """Give the file its size and all of its space now: other processes will map it, and must not run out there.
+
+        Raises:
+            NoSpace: There is not enough.
+        """
+        with os_faults(f"write {self._final} ({self._size} bytes)"):
+            if self._size:
+                self._fallocate()
+            os.ftruncate(self._fd, self._size)  # where the file system reserves nothing
+
     def written_elsewhere(self) -> None:
         """Take it that other processes have written all of the rest."""
         self._written = self._size

@@ -99,6 +99,7 @@ class SharedOutput:
             for file in target.files:
                 upload = sink.create(file.path, file.size)
                 undo.callback(upload.abort)
+                upload.extend()
                 upload.write(memoryview(file.header))
                 self._uploads[file.path] = upload
             undo.pop_all()
