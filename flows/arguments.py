@@ -126,6 +126,7 @@ COMMANDS = (
             options.found,
             options.chosen,
             options.numbers,
+            options.counted,
             options.beside,
             options.packed_or_cut,
             options.stored,
@@ -136,14 +137,14 @@ COMMANDS = (
         "read and hash an output again, against its manifest, its source or the Hub",
         "At any later day: tells whether every byte is still what was written.",
         ("validate out/7b", "validate out/7b --source runs/7b/step-1000 --repo me/7b"),
-        (options.sink_to_validate, options.compared, options.found, options.stored),
+        (options.sink_to_validate, options.compared, options.refused, options.found, options.stored),
     ),
     Command(
         "push",
         "commit a consolidated checkpoint to the Hub, in one commit",
         "The token is huggingface_hub's own: HF_TOKEN or `hf auth login`. A new repository is private.",
         ("push out/7b me/7b --message 'Step 1000'",),
-        (options.consolidated, options.repo, options.committed, options.replacing, options.stored),
+        (options.consolidated, options.repo, options.committed, options.refused, options.replacing, options.stored),
     ),
     Command(
         "publish",
@@ -152,6 +153,7 @@ COMMANDS = (
         (
             "publish runs/7b/step-1000 me/7b",
             "publish gs://bucket/step-1000 me/7b --sink out/7b --direct",
+            "publish runs/7b/step-1000 me/7b --fail-on nan,inf,zero",
             "publish runs/7b me/7b --latest",
         ),
         (
@@ -161,6 +163,7 @@ COMMANDS = (
             options.found,
             options.chosen,
             options.numbers,
+            options.counted,
             options.beside,
             options.packed,
             options.committed,

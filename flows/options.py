@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from hfdcp_flows.typed import block, count, file_index, filled, json_object, size
+from hfdcp_core.statistics import BASIC, LEVELS
+from hfdcp_flows.typed import block, count, file_index, filled, json_object, refusable, size
 
 
 def source(parser: argparse.ArgumentParser) -> None:
@@ -171,6 +172,35 @@ def numbers(parser: argparse.ArgumentParser) -> None:
         type=block,
         default=(),
         help="rows and columns of a block with a scale (default: what config.json says, or the shapes)",
+    )
+
+
+def counted(parser: argparse.ArgumentParser) -> None:
+    """What is counted of the numbers while they pass, and what ends the run."""
+    group = parser.add_argument_group("statistics")
+    group.add_argument(
+        "--stats",
+        dest="statistics",
+        choices=LEVELS,
+        default=BASIC,
+        help="none; basic: which tensors hold NaN or Inf, or are all zero (default); full: the largest magnitude of "
+        "every tensor too",
+    )
+    _refused(group)
+
+
+def refused(parser: argparse.ArgumentParser) -> None:
+    """What ends the command, of what was counted when the output was made."""
+    _refused(parser.add_argument_group("statistics"))
+
+
+def _refused(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--fail-on",
+        metavar="nan,inf,zero",
+        type=refusable,
+        default=(),
+        help="publish nothing where a tensor holds NaN or Inf, or is all zero: any of the three, with commas between",
     )
 
 

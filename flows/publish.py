@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from prefect import Task, flow, unmapped
 from prefect.context import FlowRunContext
@@ -80,7 +80,7 @@ class Layout(BaseModel):
 
 
 class Numbers(BaseModel):
-    """In which dtype numbers are written, and whether with scales."""
+    """In which dtype numbers are written, whether with scales, and what is counted of them."""
 
     dtype: str = Field(
         default="", title="Dtype", description="Cast floating tensors to this one, such as bfloat16; none: as saved."
@@ -96,6 +96,14 @@ class Numbers(BaseModel):
     )
     block_size: tuple[int, ...] = Field(
         default=(), title="Block size", description="Rows and columns of a block; none: what config or shapes say."
+    )
+    statistics: Literal["none", "basic", "full"] = Field(
+        default="basic",
+        title="Statistics",
+        description="basic: which tensors hold NaN or Inf, or are all zero; full: the largest magnitude of each too.",
+    )
+    fail_on: tuple[Literal["nan", "inf", "zero"], ...] = Field(
+        default=(), title="Fail on", description="Publish nothing where a tensor holds these; zero: nothing but zeros."
     )
 
 

@@ -14,6 +14,7 @@ from hfdcp_core.job import Gathered, Job, Planned
 from hfdcp_core.manifest import MANIFEST_PATH, Manifest
 from hfdcp_core.picture import HOLE, OVERLAP, draw
 from hfdcp_core.quantization import Change
+from hfdcp_core.statistics import merged, told
 from hfdcp_flows.screen import in_bytes
 
 WIDEST_NAME = 60
@@ -256,7 +257,7 @@ def of_manifest(command: str, manifest: Manifest, job: Job, *, before: bool = Fa
         lines.append(f"{job.source} gives the same today")
     if command == "validate" and job.repo:
         lines.append(f"{job.repo} on the Hub holds the same")
-    lines += [*_tied(manifest.tied), *_overflowed(manifest)]
+    lines += [*_tied(manifest.tied), *_overflowed(manifest), *told(merged(manifest.records))]
     if manifest.unproved:
         lines.append(f"not proved complete: {manifest.unproved}")
     return Answer(document, "\n".join(lines))

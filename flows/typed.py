@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from hfdcp_core.statistics import REFUSABLE
+
 UNITS: dict[str, int] = {"": 1, "B": 1} | {
     f"{letter}{infix}B": base ** (power + 1)
     for infix, base in (("", 1000), ("i", 1024))
@@ -62,6 +64,18 @@ def block(text: str) -> tuple[int, ...]:
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size of blocks; write for example 128 or 128x64")
     return int(found[1]), int(found[2] or found[1])
+
+
+def refusable(text: str) -> tuple[str, ...]:
+    """Return what a run is to end on: any of nan, inf and zero, with commas between.
+
+    >>> refusable("nan,inf")
+    ('nan', 'inf')
+    """
+    kinds = tuple(kind.strip() for kind in text.lower().split(","))
+    if unknown := [kind for kind in kinds if kind not in REFUSABLE]:
+        raise argparse.ArgumentTypeError(f"{','.join(unknown)!r} is none of {', '.join(REFUSABLE)}")
+    return kinds
 
 
 def json_object(text: str) -> Mapping[str, object]:

@@ -15,6 +15,7 @@ from hfdcp_core.manifest import Numerics
 from hfdcp_core.operation import OPERAND_WINDOWS, WORKSPACE_BYTES
 from hfdcp_core.plan import AHEAD_BYTES, BUFFERS, SCRATCH
 from hfdcp_core.quantization import Change, numerics_of
+from hfdcp_core.statistics import BASIC, LEVELS, NONE, REFUSABLE
 
 _REPO = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9_][\w.-]*", re.ASCII)
 MEMORY_AT_START = 96 << 20
@@ -97,6 +98,10 @@ class Job:
     """Rows and columns of a block that has a scale; empty for what the config or the shapes say."""
     hashing: bool = True
     """Whether what is written is hashed; without, the output can be neither validated again nor pushed."""
+    statistics: str = BASIC
+    """How much is counted of the floating numbers that are written: ``none``, ``basic`` or ``full``."""
+    fail_on: tuple[str, ...] = ()
+    """What no tensor may hold, so that nothing is published: of ``nan``, ``inf``, ``zero`` (nothing but zeros)."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""
@@ -117,6 +122,15 @@ class Job:
         if len({self.source, *self.also}) <= len(self.also):
             raise UsageError("a place is named twice; --also names further ones than the source")
         assert self.numerics is not None  # refuses what makes no sense together
+        self._refuse_unknown_statistics()
+
+    def _refuse_unknown_statistics(self) -> None:
+        if self.statistics not in LEVELS:
+            raise UsageError(f"--stats {self.statistics!r}: it is one of {', '.join(LEVELS)}")
+        if unknown := [kind for kind in self.fail_on if kind not in REFUSABLE]:
+            raise UsageError(f"--fail-on {','.join(unknown)!r}: it is any of {','.join(REFUSABLE)}")
+        if self.fail_on and self.statistics == NONE:
+            raise UsageError(f"--fail-on {','.join(self.fail_on)} needs statistics: --stats basic or full")
 
     def to_json(self) -> str:
         """Write it as JSON."""

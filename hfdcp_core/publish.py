@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 
-from hfdcp_core import casting, extras, hub, quantization, recipe, tying
+from hfdcp_core import casting, extras, hub, quantization, recipe, statistics, tying
 from hfdcp_core import consolidate as consolidating
 from hfdcp_core import validate as validating
 from hfdcp_core.catalog import Catalog
@@ -30,7 +30,7 @@ from hfdcp_core.errors import (
 from hfdcp_core.job import Gathered, Job, Planned, PlannedFile
 from hfdcp_core.layout import Target, has_dimension, lay_out, lay_out_for_ranks
 from hfdcp_core.locate import Located, locate, relocate, reopen
-from hfdcp_core.manifest import CONFIG_PATH, EXTRA_PATH, STATE_FOLDER, FileRecord, Manifest
+from hfdcp_core.manifest import CONFIG_PATH, EXTRA_PATH, MANIFEST_PATH, STATE_FOLDER, FileRecord, Manifest
 from hfdcp_core.plan import Plan, stamps_digest
 from hfdcp_core.plan import reshard as join
 from hfdcp_core.run import FileSummary, PlanSummary, Run
@@ -251,23 +251,45 @@ def consolidate(
         PlanError: There is no plan, or no such file in it.
         SourceError: The source is damaged, or not what was gathered; the file does not appear.
         StorageError: Reading or writing failed; the file does not appear.
+        ValidationError: A tensor holds what the job refuses; the file does not appear, or the manifest goes.
     """
     run = Run(open_store(job.sink))
     plan, digest = run.file_plan(index), run.planned().digest
     record = _whole(run, digest, plan.path, job)
     if record is not None:
+        with _refused_leaves_no_manifest(run):
+            statistics.refuse(plan.path, record.statistics, _refused_in_a_file(job))
         progress.advance(plan.size - len(plan.header))
         return record
-    terms = consolidating.Terms(cancellation or Cancellation(), crew or _crew(job), job.hashing)
-    record = consolidating.consolidate(plan, reopen(job, run.source()), run.sink, progress=progress, terms=terms)
+    terms = consolidating.Terms(
+        cancellation or Cancellation(), crew or _crew(job), job.hashing, job.statistics, _refused_in_a_file(job)
+    )
+    with _refused_leaves_no_manifest(run):
+        record = consolidating.consolidate(plan, reopen(job, run.source()), run.sink, progress=progress, terms=terms)
     run.save_record(digest, record)
     return record
+
+
+@contextmanager
+def _refused_leaves_no_manifest(run: Run) -> Iterator[None]:
+    """Let nobody take for publishable what a later run refuses: the same run without ``fail_on`` completes it again."""
+    try:
+        yield
+    except ValidationError:
+        run.sink.delete(MANIFEST_PATH)
+        raise
+
+
+def _refused_in_a_file(job: Job) -> tuple[str, ...]:
+    """Return what shows in a file alone: where tensors are cut over files, a part may be zero and the tensor not."""
+    return tuple(kind for kind in job.fail_on if kind != "zero" or not job.ranks)
 
 
 def _whole(run: Run, digest: str, path: str, job: Job) -> FileRecord | None:
     """Return the record of a file that need not be made again."""
     record = run.record(digest, path)
-    return record if record is not None and (record.sha256 or not job.hashing) else None
+    whole = record is not None and (record.sha256 or not job.hashing)
+    return record if record is not None and whole and statistics.covers(record.statistics, job.statistics) else None
 
 
 def consolidate_all(
@@ -313,12 +335,15 @@ def validate(job: Job, *, progress: Progress = SILENT) -> Manifest:
     """Check everything that was written, then write the index and, last of all, the manifest.
 
     Raises:
-        ValidationError: Something that was written is not what was meant.
+        ValidationError: Something that was written is not what was meant, or holds what the job refuses.
         SourceError: The source is damaged, or not what was gathered.
     """
     progress.begin("validate", 0)
     run = Run(open_store(job.sink))
-    return validating.complete(run, reopen(job, run.source()))
+    manifest = validating.complete(run, reopen(job, run.source()), fail_on=job.fail_on)
+    for line in statistics.told(statistics.merged(manifest.records)):
+        progress.say(line)
+    return manifest
 
 
 def push(job: Job, *, progress: Progress = SILENT) -> hub.Receipt:
@@ -326,6 +351,7 @@ def push(job: Job, *, progress: Progress = SILENT) -> hub.Receipt:
 
     Raises:
         PlanError: The sink holds no complete output, or one that was never hashed.
+        ValidationError: A tensor holds what the job refuses.
         HubError: The Hub refused or failed.
     """
     if not job.repo:
@@ -333,6 +359,7 @@ def push(job: Job, *, progress: Progress = SILENT) -> hub.Receipt:
     run = Run(open_store(job.sink))
     manifest = _manifest(run, job)
     _refuse_unhashed(job, manifest)
+    statistics.refuse(job.sink, statistics.merged(manifest.records), job.fail_on)
     if manifest.ranks:
         raise PlanError(f"{job.sink} is sharded for {manifest.ranks} ranks: no model repository; consolidate it first")
     return hub.push(
@@ -403,7 +430,7 @@ def validate_again(job: Job, *, progress: Progress = SILENT) -> Manifest:
     Hub has.
 
     Raises:
-        ValidationError: They differ; ``problems`` has every difference.
+        ValidationError: They differ, ``problems`` has every difference; or a tensor holds what the job refuses.
         PlanError: The sink holds no complete output, or one that was never hashed.
     """
     sink = open_store(job.sink)
@@ -415,6 +442,7 @@ def validate_again(job: Job, *, progress: Progress = SILENT) -> Manifest:
     if job.repo:
         problems += hub.compare(manifest, job.repo, revision=job.revision, endpoint=job.endpoint)
     ValidationError.raise_for(f"{job.sink} is not what its manifest says", problems)
+    statistics.refuse(job.sink, statistics.merged(manifest.records), job.fail_on)
     return manifest
 
 

@@ -173,7 +173,7 @@ class Counter:
 
     def _zeros(self) -> npt.NDArray[np.bool_]:
         zeros = (self._finite > 0) & (self._top == 0) & (self._nan + self._inf == 0)
-        return zeros & np.array([kind is not None and kind.signed for kind in self._kinds], bool)
+        return np.asarray(zeros & [kind is not None and kind.signed for kind in self._kinds], bool)
 
     def _magnitudes(self) -> dict[str, float]:
         return {

@@ -31,6 +31,7 @@ from hfdcp_core.read import page_aligned
 from hfdcp_core.run import PlanSummary, Run
 from hfdcp_core.safetensors_file import Header, header_length, parse_header, parse_index
 from hfdcp_core.state import SILENT, Progress
+from hfdcp_core.statistics import merged, refuse
 from hfdcp_core.store import Source
 
 CHECKS = (
@@ -50,11 +51,12 @@ HASHED_BYTES = 4 << 20
 # ---- in the run -----------------------------------------------------------------------------------------------------
 
 
-def complete(run: Run, source: Source) -> Manifest:
+def complete(run: Run, source: Source, *, fail_on: tuple[str, ...] = ()) -> Manifest:
     """Check everything that was written, then write the index and, last of all, the manifest.
 
     Raises:
-        ValidationError: Something that was written is not what was meant. No index and no manifest are left.
+        ValidationError: Something that was written is not what was meant, or a tensor holds what is refused. No index
+            and no manifest are left.
         CorruptFile: Files together show that an item of the source is damaged; they are removed.
         SourceChanged: The source is not what was gathered.
     """
@@ -63,6 +65,7 @@ def complete(run: Run, source: Source) -> Manifest:
     try:
         records = _whole_records(run, planned)
         _combine_shared_items(run, records)
+        refuse(run.sink.url, merged(records), fail_on)
         beside = _beside(run, planned, source)
         check_stamps(planned.stamps, source)
         index = _write_index(run, planned)
