@@ -18,6 +18,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -94,13 +95,24 @@ def take_turn(rival: Rival, *, patience_s: float = 60.0) -> Turn:
         [sys.executable, "-I", "-S", "-c", RUNNER, *rival.command],
         capture_output=True,
         text=True,
-        env={**os.environ, **rival.environment},
+        env={**_environment(), **rival.environment},
         check=False,
     )
     status, seconds, cpu, peak, others = json.loads(run.stdout)
     if status:
         raise SystemExit(f"{rival.name} ended with status {status}:\n{run.stderr}")
     return Turn(seconds, cpu, peak, others, rival.count())
+
+
+def _environment() -> dict[str, str]:
+    """Return ours, but with compiled modules, as any installed program has them: they are kept from the first turn on.
+
+    Who wants no such files in this tree is heeded: they go elsewhere.
+    """
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    if "PYTHONDONTWRITEBYTECODE" in os.environ:
+        own.setdefault("PYTHONPYCACHEPREFIX", str(Path(tempfile.gettempdir()) / "hfdcp-bench-compiled"))
+    return own
 
 
 def take_turns(
