@@ -274,7 +274,7 @@ def _load(raw: bytes, rules: Rules) -> object:
     except Exception as broken:
         # As broad as it is wide: a damaged pickle makes the unpickler raise nearly anything.
         raise CorruptFile(f"{rules.where}: a damaged pickle: {type(broken).__name__}: {broken}") from broken
-    rules.budget.loaded()
+    rules.budget.take_back()
     return loaded
 
 

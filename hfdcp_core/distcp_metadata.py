@@ -49,9 +49,13 @@ _INDEX_FIELDS = ["fqn", "index", "offset"]
 _STORAGE_FIELDS = ["relative_path", "offset", "length", "transform_descriptors"]
 _MOST_PATH = 4096
 """Characters of a path, as file systems and object stores allow."""
-_TENSOR_BYTES, _CHUNK_BYTES, _ITEM_BYTES, _PATH_BYTES, _ENTRY_BYTES, _STEP_BYTES = 600, 180, 250, 350, 300, 8
-"""Memory that is taken at most for a tensor, a chunk, an item, a new path, another entry, and a step of a name's path
-(more for a number, which becomes a text): values with their places in dictionaries and sets, while these grow."""
+_TENSOR_BYTES, _BOX_BYTES, _ITEM_BYTES, _PATH_BYTES, _ENTRY_BYTES, _NESTING_BYTES = 210, 48, 225, 350, 300, 200
+"""Memory that is taken at most for a tensor, a box, an item, a new path, another entry, and where a name is nested:
+values with their places in dictionaries, sets and lists, while these grow."""
+_TENSOR_LENT, _BOX_LENT = 280, 150
+"""Memory for a tensor and for each box beside the first until all items are found."""
+_STEP_BYTES = 8
+"""Memory for a step on the way to a nested name; a number is turned into a text."""
 _NUMBER_BYTES = 16
 """Memory for each number of a place and a size that is made anew."""
 _NUMBER_TEXT_BYTES = 80
@@ -129,6 +133,8 @@ def metadata_of(loaded: object, *, where: str, budget: Budget) -> DcpMetadata:
     shards = list(_shards(fields, storage, items))
     fields.about = None
     specs = {fqn: tensor.spec for fqn, tensor in tensors.items() if fqn not in unsupported}
+    tensors.clear()
+    fields.budget.take_back()
     return DcpMetadata(
         tensors=specs,
         shards=tuple(shard for shard in shards if shard.fqn in specs),
@@ -181,7 +187,8 @@ def _tensor(fields: Fields, fqn: str, entry: object) -> _Tensor:
         raise UnknownDtype(f"torch.{dtype.torch} without a dimension: its elements are halves of bytes")
     boxes: dict[tuple[int, ...], Box | None] = {}
     anew = 2 * _NUMBER_BYTES * len(extents) if dtype.packed > 1 else 0
-    fields.pay(_TENSOR_BYTES + anew + (_CHUNK_BYTES + anew) * len(chunks))
+    fields.pay(_TENSOR_BYTES + anew + (_BOX_BYTES + anew) * len(chunks))
+    fields.budget.lend(_TENSOR_LENT + _BOX_LENT * (len(chunks) - 1))
     for chunk in chunks:
         offset, sizes = _chunk(fields, chunk, extents)
         box, other = Box(_logical(offset, dtype), _logical(sizes, dtype)), boxes.get(offset)
@@ -315,14 +322,17 @@ def _nesting(fields: Fields, value: object, fqns: set[str]) -> dict[str, tuple[s
             fields.spend(len(path))
         if type(path) is not tuple or not set(map(type, path)) <= {str, int}:
             fields.fail(f"planner_data: {named(fqn)}: expected a path of names and numbers, found {described(path)}")
-        fields.pay(_ENTRY_BYTES + sum(_NUMBER_TEXT_BYTES if type(step) is int else _STEP_BYTES for step in path))
-        nesting[fqn] = tuple(map(str, path))
+        fields.pay(_NESTING_BYTES + sum(_NUMBER_TEXT_BYTES if type(step) is int else _STEP_BYTES for step in path))
+        steps = tuple(map(str, path))
         # The length is looked at first: a path may name one long text again and again.
-        if sum(map(len, nesting[fqn])) + len(path) - 1 != len(fqn) or ".".join(nesting[fqn]) != fqn:
+        if sum(map(len, steps)) + len(path) - 1 != len(fqn) or ".".join(steps) != fqn:
             fields.fail(f"planner_data: {named(fqn)}: the path {described(path)} spells another name")
-    if lost := sorted(fqns - nesting.keys()):
-        fields.fail(f"planner_data: {named(lost[0])} is not in it, as all names are that are saved")
-    return {_printable(fqn): path for fqn, path in nesting.items() if fqn in fqns}
+        if fqn in fqns:
+            nesting[_printable(fqn)] = steps
+            fqns.remove(fqn)
+    if fqns:
+        fields.fail(f"planner_data: {named(min(fqns))} is not in it, as all names are that are saved")
+    return nesting
 
 
 def _save_id(fields: Fields, value: object) -> str | None:
@@ -334,4 +344,5 @@ def _save_id(fields: Fields, value: object) -> str | None:
 
 def _printable(text: str) -> str:
     """Return the text itself, or with escapes where it cannot be encoded (a lone surrogate)."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    encoded = text.encode("utf-8", "backslashreplace").decode()
+    return text if encoded == text else encoded

@@ -111,8 +111,9 @@ class Fields:
         """Read records of the file ``where``; its lists may have as many items in all as it has bytes."""
         self._where = where
         self._steps = budget.size
+        self.budget = budget
+        """What is made of the records is paid from it."""
         self.pay = budget.spend
-        """Called with the bytes of memory that a value takes, before it is made of the records."""
         self.about: str | None = None
 
     def fail(self, problem: str) -> NoReturn:

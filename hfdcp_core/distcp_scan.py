@@ -122,11 +122,11 @@ class Budget:
             )
 
     def lend(self, cost: int) -> None:
-        """Take memory off the budget that is free again when the pickle is loaded."""
+        """Take memory off the budget that will be free again after this step."""
         self._lent += cost
         self.spend(cost)
 
-    def loaded(self) -> None:
+    def take_back(self) -> None:
         """Put back what was lent."""
         self._left += self._lent
         self._lent = 0

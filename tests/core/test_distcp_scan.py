@@ -178,9 +178,9 @@ def test_places_on_the_stack_are_paid_until_the_pickle_is_loaded(lent: bytes) ->
     one, two = Budget("here", 10), Budget("here", 10)
     disarm(b"\x80\x04" + lent + b"\x94" * 50 + b".", budget=one)
     before = left(one)
-    one.loaded()
+    one.take_back()
     assert left(one) - before == (100 * 9 + 100 * 24 if lent.startswith(b"N") else 9) + 50 * 16
-    two.loaded()
+    two.take_back()
     assert left(two) == 15 * 10 + (24 << 20)
 
 
