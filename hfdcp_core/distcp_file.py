@@ -224,6 +224,7 @@ def read_item(
         fetch: Returns the bytes ``[start, stop)`` of the item.
         length: Bytes of the item.
         where: What it is, for messages.
+        known: What was learned of items before, and is learned of this one.
 
     Raises:
         CorruptFile: The archive is damaged, or its parts contradict each other.
