@@ -316,7 +316,7 @@ def _skip_counted(raw: bytes, start: int, width: int, rules: Rules) -> int:
         raise CorruptFile(
             f"{rules.where}: byte {start - 1}: a value of {length} bytes, where the pickle has {len(raw)} in all"
         )
-    if raw[start - 1 : start] == _LONG1:  # the regular expression takes the shorter ones
+    if raw[start - 1 : start] == _LONG1 and length > _LONGEST_INTEGER:
         raise CorruptFile(f"{rules.where}: byte {start - 1}: an integer of {length} bytes")
     rules.budget.lend(2 * length if length > _MOST_IN_FRAME else 0)  # the frame, and the piece that it is made of
     rules.budget.spend(length if raw[start + width : stop].isascii() else _WIDE_TEXT + _WIDE * length)

@@ -110,6 +110,27 @@ def test_many_memo_places_are_counted(protocol: int) -> None:
     assert loaded[-1] is loaded[140_000]
 
 
+@pytest.mark.parametrize(
+    "unit",
+    [
+        b"\x8a\5abcd\1",
+        b"\x8a\7}u(et\1\1",
+        b"K}",
+        b"M(u",
+        b"J}u(e",
+        b"Gtttttttt",
+        b"\x8c\4text",
+        b"X\3\0\0\0uet",
+        b"C\2\xff}",
+    ],
+    ids=repr,
+)
+def test_an_opcode_may_reach_over_the_end_of_what_is_looked_at_at_once(unit: bytes) -> None:
+    for shift in range(len(unit)):
+        raw = b"\x80\x04(" + b"N" * shift + unit * (200_000 // len(unit)) + b"t."
+        assert load(raw) == pickle.loads(raw)
+
+
 def test_a_memo_place_that_no_writer_comes_to_is_refused() -> None:
     for protocol in (2, 4):
         start = bytes([0x80, protocol])
