@@ -17,7 +17,7 @@ def test_every_option_of_a_job_reaches_it() -> None:
     given = "publish a me/b --sink c --include x --exclude y --recipe none --world-size 4 --accept-unproved"
     given += " --also d --also e --latest"
     given += " --max-file-size 1GB --memory 1GiB --workers 3 --overwrite --revision dev --message hello --allow-public"
-    given += " --config m/config.json --untie --keep-extra"
+    given += " --config m/config.json --untie --keep-extra --stats full --fail-on nan,zero"
     assert job_of(parse(given.split())) == Job(
         source="a",
         sink="c",
@@ -39,7 +39,28 @@ def test_every_option_of_a_job_reaches_it() -> None:
         config="m/config.json",
         untie=True,
         keep_extra=True,
+        statistics="full",
+        fail_on=("nan", "zero"),
     )
+
+
+@pytest.mark.parametrize("command", ["push a me/b", "validate a"])
+def test_what_was_made_may_be_refused_later(command: str) -> None:
+    assert job_of(parse(f"{command} --fail-on inf".split())).fail_on == ("inf",)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ("--stats some", "invalid choice: 'some'"),
+        ("--fail-on nan,,inf", "'' is none of nan, inf, zero"),
+        ("--fail-on NaN,big", "'big' is none of nan, inf, zero"),
+        ("--fail-on inf --stats none", "needs statistics"),
+    ],
+)
+def test_statistics_that_make_no_sense_are_wrong_usage(given: str, match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        job_of(parse(f"consolidate a b {given}".split()))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hfdcp_core.catalog import Shard, Skipped, Span, TensorSpec
 from hfdcp_core.hub import Receipt
 from hfdcp_core.inspection import Inspection, Tensor, Wanted
 from hfdcp_core.job import Job
-from hfdcp_core.manifest import FileRecord, Manifest
+from hfdcp_core.manifest import FileRecord, Manifest, Statistics
 from hfdcp_flows.report import (
     SHOWN_OVERFLOWS,
     SHOWN_SHARDS,
@@ -135,3 +135,15 @@ def test_numbers_too_large_are_counted_and_the_worst_tensors_named(tensors: int)
 
 def test_where_every_number_fits_nothing_is_said_of_it() -> None:
     assert "OVERFLOW" not in of_manifest("consolidate", Manifest("p", "s", "dcp", ()), JOB).text
+
+
+def test_tensors_with_nan_or_inf_or_nothing_but_zeros_are_warned_of() -> None:
+    found = Statistics("basic", {"a": 2, "b": 7}, {"a": 1}, ("c",))
+    records = (FileRecord("1", 1, "0" * 64, dict.fromkeys("abc", "crc64nvme:0"), statistics=found),)
+    manifest = Manifest("0" * 64, "0" * 64, "dcp", records)
+    lines = of_manifest("consolidate", manifest, JOB).text.splitlines()
+    assert [line for line in lines if line.startswith("WARNING")] == [
+        "WARNING: 2 tensors hold NaN: b 7, a 2",
+        "WARNING: 1 tensor holds Inf: a 1",
+        "WARNING: 1 tensor is all zero: c",
+    ]
