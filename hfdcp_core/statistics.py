@@ -10,8 +10,7 @@ their own. ``F4`` and ``F6`` have neither NaN nor Inf; how the numbers of ``F6``
 only those count as zero whose bits are all zero, and their magnitude is not given.
 
 Measured in GB/s on one Zen 3 core, windows of 4 MiB: BF16 25, F32 22, F64 and F16 16, FP8 14; between 0.6 and 1.8
-where there is NaN or Inf to
-count; tensors of 256 bytes take 1 µs each. numpy releases the GIL while it reduces.
+where there is NaN or Inf to count; ``full`` of F4 0.5. Tensors of 256 bytes take 1 µs each.
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ class Counter:
 
     def _zeros(self) -> npt.NDArray[np.bool_]:
         zeros = (self._finite > 0) & (self._top == 0) & (self._nan + self._inf == 0)
-        return np.asarray(zeros & [kind is not None and kind.signed for kind in self._kinds], bool)
+        return np.asarray(zeros & np.array([kind is not None and kind.signed for kind in self._kinds], bool))
 
     def _magnitudes(self) -> dict[str, float]:
         return {
