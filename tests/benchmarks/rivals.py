@@ -17,6 +17,7 @@ FLOOR = "floor: read, SHA-256, write"
 FLOOR_CHECKED = "floor with both checksums"
 FLOOR_COPY = "floor: read, write"
 HFDCP, HFDCP_SHARDED, HFDCP_UNHASHED = "hfdcp", "hfdcp, sharded safetensors", "hfdcp, no hashing"
+HFDCP_COUNTING = "hfdcp with statistics"
 TORCH, TORCH_LOAD, ACCELERATE = "torch consolidation", "torch load-all + save_file", "accelerate merge-weights"
 
 CONSOLIDATION = """
@@ -44,7 +45,7 @@ import json, sys
 from hfdcp_core import publish
 from hfdcp_core.job import Job
 source, sink, mapping = sys.argv[1:]
-publish.make(Job(source, sink, file_index=json.load(open(mapping)), hashing=False))
+publish.make(Job(source, sink, file_index=json.load(open(mapping)), hashing=False, statistics="none"))
 """
 
 
@@ -64,11 +65,13 @@ def _commands(case: Case, sink: str, mapping: str) -> Iterator[tuple[str, list[s
     for name, kind in ((FLOOR, "hash"), (FLOOR_CHECKED, "checked"), (FLOOR_COPY, "copy")):
         yield name, [python, str(Path(__file__).with_name("floor.py")), source, sink, CORES, kind]
     hfdcp = [str(Path(python).with_name("hfdcp")), "consolidate", "--quiet", "--file-index", mapping]
+    plain = [*hfdcp, "--stats", "none"]
     if case.distributed:
-        yield HFDCP, [*hfdcp, source, sink]
+        yield HFDCP, [*plain, source, sink]
+        yield HFDCP_COUNTING, [*hfdcp, source, sink]
         yield HFDCP_UNHASHED, [python, "-c", UNHASHED, source, sink, mapping]
     yield HFDCP_SHARDED if case.distributed else HFDCP, [
-        *hfdcp, "--world-size", str(case.ranks), str(case.sharded), sink,
+        *plain, "--world-size", str(case.ranks), str(case.sharded), sink,
     ]  # fmt: skip
     yield TORCH, [python, "-c", CONSOLIDATION, str(case.sharded), sink, mapping, CORES]
     if case.distributed:
