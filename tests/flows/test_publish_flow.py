@@ -115,14 +115,15 @@ def test_no_secret_is_in_prefects_database(
         {"file_index": {"a": 1, "b": 2}, "max_file_size": 7, "overwrite": True},
         {"revision": "dev", "endpoint": "http://hub", "message": "Step 7", "allow_public": True},
         {"memory_bytes": 1 << 30, "workers": 3},
+        {"dtype": "bfloat16", "keep_dtype": ("a.*",), "statistics": "full", "fail_on": ("nan", "zero")},
     ],
-    ids=["nothing", "selection", "places", "beside", "layout", "repository", "resources"],
+    ids=["nothing", "selection", "places", "beside", "layout", "repository", "resources", "numbers"],
 )
 def test_the_parameters_of_the_flow_say_every_job(options: dict[str, Any]) -> None:
     asked = Job(source="s", sink="t", repo="a/b", **options)
     stored = json.loads(json.dumps(publish.serialize_parameters(parameters_of(asked))))
     given = publish.validate_parameters(stored)
-    groups = [given[name] for name in ("selection", "layout", "repository", "resources")]
+    groups = [given[name] for name in ("selection", "numbers", "layout", "repository", "resources")]
     assert job_of(given["source"], given["repo"], given["sink"], groups=groups) == asked
 
 
@@ -132,8 +133,8 @@ def test_every_field_of_the_form_is_described() -> None:
     assert all(described(field, schema) for field in schema["properties"].values())
     groups = schema["definitions"].values()
     fields = [field for group in groups for field in group["properties"].values()]
-    for_ranks = {"ranks", "shard_dim"}  # such files are no repository, so they are not published
-    assert len(fields) == len(Job.__dataclass_fields__.keys() - for_ranks) - len(schema["required"])
+    unpublished = {"ranks", "shard_dim", "hashing"}  # files for ranks, or that nobody hashed, are never pushed
+    assert len(fields) == len(Job.__dataclass_fields__.keys() - unpublished) - len(schema["required"])
     assert all(field["title"] and field.get("description") for field in fields)
 
 
