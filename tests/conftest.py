@@ -22,3 +22,6 @@ for _name in ("HF_TOKEN", "HF_ENDPOINT", "PREFECT_API_URL"):
 
 # A shell starts what it puts in the background with SIGINT ignored, and children inherit that; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+collect_ignore = ["benchmarks"]
+"""Commands of their own, which import one another from their own folder."""
