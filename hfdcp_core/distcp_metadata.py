@@ -49,7 +49,7 @@ _INDEX_FIELDS = ["fqn", "index", "offset"]
 _STORAGE_FIELDS = ["relative_path", "offset", "length", "transform_descriptors"]
 _MOST_PATH = 4096
 """Characters of a path, as file systems and object stores allow."""
-_TENSOR_BYTES, _BOX_BYTES, _ITEM_BYTES, _PATH_BYTES, _ENTRY_BYTES, _NESTING_BYTES = 210, 48, 225, 350, 300, 200
+_TENSOR_BYTES, _BOX_BYTES, _ITEM_BYTES, _PATH_BYTES, _ENTRY_BYTES, _NESTING_BYTES = 210, 48, 225, 300, 300, 200
 """Memory that is taken at most for a tensor, a box, an item, a new path, another entry, and where a name is nested:
 values with their places in dictionaries, sets and lists, while these grow."""
 _TENSOR_LENT, _BOX_LENT = 280, 150

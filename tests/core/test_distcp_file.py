@@ -416,6 +416,11 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         b"\x80\x04" + text("x" * 1_000_000) + b"\x94" + (named("torch", "Size") + b"h\0\x85R") * 100 + b".",
         "expected a Metadata",
     ),
+    "a call whose arguments would be copied again and again": (
+        b"\x80\x04" + named("pathlib", "PosixPath") + b"\x94(" + b"N" * 1000 + b"t\x94" + b"h\0h\1R" * 9 + b".",
+        "a damaged pickle: ValueError: a call with 1000 arguments|names 'pathlib.PosixPath'",
+    ),
+    "a record by a call": (b"\x80\x04" + RECORD_CLASS + b")R.", "a record is made without a call"),
     "a name that is no text": (b"\x80\x04K\x01K\x02\x93.", "a damaged pickle: UnpicklingError"),
     "a name of a megabyte": (call("a" * 1_000_000, "b"), r"… \(1000002 characters\)"),
     "half of a surrogate pair for a name": (b"\x80\x02c\xed\xa0\x80\nb\n.", r"names '"),

@@ -321,6 +321,7 @@ BROKEN = {
     "m.storage_data.update([item('w', (1, 0))])": r"'w': an item at \[1, 0\], where the tensor has no chunk",
     "m.storage_data.update([item('w', (0,))])": r"'w': an item at \[0\], where the tensor has no chunk",
     "m.storage_data = [*item('w', (0, 0)), *item('w', (0, 0))]": r"'w': two items at \[0, 0\]",
+    "m.storage_data = [*item('step', None), *item('step', None)]": "'step': two items of it",
     "put(index, 'offset', None)": "'w': an item's place in its tensor: expected at most 64 counts, found nothing",
     "put(index, 'fqn', 3)": "storage_data: a key's fqn: expected text, found 3",
     "info.relative_path = None": "'w': relative_path: expected text, found nothing",
