@@ -359,7 +359,7 @@ def test_steps_say_which_one_is_missing_before_them(job: Job) -> None:
     with pytest.raises(ValidationError, match="not what was planned") as caught:
         publish.validate(job)
     assert len(caught.value.problems) == 3
-    with pytest.raises(PlanError, match="nothing to push"):
+    with pytest.raises(PlanError, match="no manifest"):
         publish.push(replace(job, repo="a/b"))
     with pytest.raises(UsageError, match="no repository"):
         publish.push(job)
