@@ -5,6 +5,10 @@ than processors that is what makes a file faster than one thread can: reading an
 With as many files as processors helpers only cost, for each window changes hands twice and every hand-over waits for
 a thread to be woken: then whoever would ask a helper does the work alone. Which of the two holds is looked at again
 for every window, so the last large file of a run gets its helpers as soon as the others are done.
+
+Measured (2 GB in four files, two processors, tmpfs): switches of threads of their own accord fell from 694 to 230 and
+page faults by half, since one window of three is in use. Smaller windows gain nothing: reading, both checksums, SHA-256
+and writing take the same processor time with 128 KiB as with 4 MiB, for 4 MiB is still in the last-level cache.
 """
 
 from __future__ import annotations
