@@ -295,5 +295,5 @@ def _globals_at_start(raw: bytes) -> Iterator[tuple[str, str]]:
                 memo[len(memo) if value is None else value] = texts[-1]
             elif "GET" in opcode.name:
                 texts = [texts[-1], memo.get(value or 0, "")]
-    except (ValueError, IndexError, RecursionError):
+    except (ValueError, IndexError, RecursionError, Warning):  # Warning: where those are made errors
         return

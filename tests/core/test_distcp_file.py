@@ -543,3 +543,9 @@ def test_a_table_of_paths_that_does_not_fit_the_names_is_refused(
 def test_metadata_without_the_field_of_paths_is_refused(saved: Saved) -> None:
     with pytest.raises(CorruptFile, match="no field planner_data"):
         read_metadata(saved.raw.replace(b"planner_data", b"plqnner_data"), path="here")
+
+
+def test_a_text_of_an_old_protocol_with_an_odd_escape_is_refused_without_a_warning() -> None:
+    """Python warns of the escape; here warnings are errors."""
+    with pytest.raises(SourceError):
+        read_metadata(b"\x80\x02S'\\q'\n.", path="x")
