@@ -140,7 +140,3 @@ def _escaped(char: str) -> str:
 def silence(stream: TextIO) -> None:
     """Let a stream that failed go nowhere: the interpreter flushes it once more at exit, which must not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -98,7 +98,8 @@ IMPURE = frozenset({"os", "pathlib", "tempfile", "time", "threading", "asyncio",
 SHARED = {"hfdcp_tasks": {"options", "blocks"}, "hfdcp_flows": {"hooks", "embedded"}}
 """What siblings of a package may import from one another; all else would be sideways."""
 COMMAND_LINE = {
-    "hfdcp_flows." + name for name in ("cli", "arguments", "options", "typed", "commands", "screen", "report", "demo")
+    "hfdcp_flows." + name
+    for name in ("start", "cli", "arguments", "options", "typed", "commands", "screen", "report", "demo")
 }
 """The modules of the command line: they call flows and core, import one another, and nobody imports them."""
 
@@ -121,7 +122,7 @@ LATE = {
     **DOORS,
     "hfdcp_core.dcp": {"hfdcp_core"},
     "hfdcp_core.fsspec_store": {"hfdcp_core.store"},
-    "hfdcp_flows": {"hfdcp_flows.cli", "hfdcp_flows.commands", "hfdcp_flows.demo"},
+    "hfdcp_flows": {"hfdcp_flows.start", "hfdcp_flows.cli", "hfdcp_flows.commands", "hfdcp_flows.demo"},
     "hfdcp_core.testing": {"hfdcp_flows.demo"},
 }
 """What may be imported inside a function, and where: it, or what it imports, is heavy or optional."""

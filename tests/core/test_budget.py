@@ -103,7 +103,7 @@ def test_the_whole_command_takes_no_more_memory_than_the_plan_announced(memory_m
     announced = publish.plan_only(job)[1].peak_bytes
     assert announced <= memory_mib << 20
     given = [f"--memory={memory_mib}MiB", "--world-size=2", job.source, str(tmp_path / "out")]
-    command = [sys.executable, "-m", "hfdcp_flows.cli", "consolidate", "--quiet", *given]
+    command = [sys.executable, "-m", "hfdcp_flows.start", "consolidate", "--quiet", *given]
     run = subprocess.run([sys.executable, "-S", "-c", MEASURE, *command], capture_output=True, text=True, check=True)
     status, peak = map(int, run.stdout.split())
     assert status == 0, run.stderr

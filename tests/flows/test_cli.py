@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from hfdcp_core.crew import usable_processors
 from hfdcp_core.errors import HfdcpError, SourceError
 from hfdcp_core.gather import gather
 from hfdcp_core.store import LocalStore, open_store
@@ -24,7 +25,7 @@ from hfdcp_core.testing.demo import write_demo_checkpoint
 from hfdcp_core.testing.hub import Hub
 from hfdcp_flows import cli
 
-HFDCP = [sys.executable, "-m", "hfdcp_flows.cli"]
+HFDCP = [sys.executable, "-m", "hfdcp_flows.start"]
 NOBODY = 65534
 
 
@@ -470,6 +471,19 @@ def test_an_interrupted_run_ends_with_130_and_the_next_one_goes_on(truth: Truth,
     assert compare_with_truth(truth, sink) == ()
 
 
+def test_an_interruption_while_modules_are_imported_is_one_too(truth: Truth) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hfdcp_flows.start", "plan", truth.folder], stderr=subprocess.PIPE
+    )
+    while b"numpy" not in (Path("/proc") / str(process.pid) / "maps").read_bytes():
+        os.sched_yield()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert b"interrupted" in err
+    assert b"Traceback" not in err
+
+
 # ---- what a command line is -----------------------------------------------------------------------------------------
 
 
@@ -527,6 +541,27 @@ def test_nobody_who_reads_is_no_fault(truth: Truth) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+STARTED = """
+import os, sys
+from hfdcp_flows import start
+sys.argv = ["hfdcp", "--version"]
+try:
+    start.main()
+except SystemExit:
+    print(len(os.listdir("/proc/self/task")), os.environ.get(start.ONE_BLAS_THREAD), "numpy" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(("given", "threads"), [(None, 1), ("2", min(2, usable_processors()))])
+def test_no_thread_is_started_for_arithmetic_that_nobody_does(given: str | None, threads: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    if given:
+        environment["OPENBLAS_NUM_THREADS"] = given
+    command = [sys.executable, "-c", STARTED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.splitlines()[-1] == f"{threads} {given} True"
+
+
 LIGHT = {
     "help": ["--help"],
     "inspect": ["inspect", "{ckpt}"],
@@ -539,7 +574,7 @@ LIGHT = {
 def test_a_command_imports_nothing_heavy_that_it_does_not_need(truth: Truth, sink: Path, command: list[str]) -> None:
     given = [part.format(ckpt=truth.folder, sink=sink) for part in command]
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "hfdcp_flows.cli", *given],
+        [sys.executable, "-X", "importtime", "-m", "hfdcp_flows.start", *given],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time")}

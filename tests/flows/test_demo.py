@@ -13,7 +13,7 @@ from hfdcp_core.errors import PlanError
 from hfdcp_core.testing.checkpoints import compare_with_truth, read_truth
 from hfdcp_flows.demo import MARK, empty_folder
 
-DEMO = [sys.executable, "-m", "hfdcp_flows.cli", "demo"]
+DEMO = [sys.executable, "-m", "hfdcp_flows.start", "demo"]
 
 
 def test_the_demo_publishes_by_the_flow_and_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def inspect(folder: Path, *options: str, redirect: str = "", **environment: str) -> subprocess.CompletedProcess[bytes]:
     """Run ``hfdcp inspect`` as a shell would."""
-    command = f'exec "{sys.executable}" -m hfdcp_flows.cli inspect "{folder}" {" ".join(options)} {redirect}'
+    command = f'exec "{sys.executable}" -m hfdcp_flows.start inspect "{folder}" {" ".join(options)} {redirect}'
     return subprocess.run(["sh", "-c", command], capture_output=True, env={**os.environ, **environment}, check=False)
 
 

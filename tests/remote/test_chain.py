@@ -159,7 +159,7 @@ def test_a_run_that_was_killed_goes_on_with_the_files_that_are_missing(
     put(SOURCE, saved)
     gcs.fault(GcsFault("POST", "name=model/model-00003", "silence", times=9))
     options = ["--quiet", "--workers", "1", "--max-file-size", "3MB"]
-    command = [sys.executable, "-m", "hfdcp_flows.cli", "consolidate", *options, SOURCE, SINK]
+    command = [sys.executable, "-m", "hfdcp_flows.start", "consolidate", *options, SOURCE, SINK]
     with subprocess.Popen(command, env=environment(gcs, tmp_path), stderr=subprocess.PIPE) as run:
         while not [name for name in gcs.names() if "records/model-00002" in name]:
             assert run.poll() is None, run.stderr and run.stderr.read()
