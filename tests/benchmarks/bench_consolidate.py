@@ -5,9 +5,10 @@ A command, not a test::
     python tests/benchmarks/bench_consolidate.py --folder /dev/shm --out result
 
 It writes ``result.md``, ``result.json`` and ``result.svg``. Real ranks write models, as a distributed checkpoint and
-as sharded safetensors; other cases are *sheets*, of which see `cases`. Every rival's output is held against the truth
-once, which also fills the caches; then rivals take turns, each as a whole process. hfdcp hashes and flushes to disk
-within its time, torch and accelerate do neither. ``--folder`` on tmpfs leaves the disk out of it.
+as sharded safetensors; *cast* is a model of F32 that becomes BF16; others are *sheets*, of which see `cases`. Every
+rival's output is held against the truth once, which also fills the caches; then rivals take turns, each as a whole
+process. hfdcp hashes and flushes to disk within its time, torch and accelerate do neither. ``--folder`` on tmpfs leaves
+the disk out of it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def main() -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=[*LAYOUTS, *SHEETS], default=["row", "column", *SHEETS])
+    parser.add_argument(
+        "--cases", nargs="+", choices=[*LAYOUTS, "cast", *SHEETS], default=["row", "column", "cast", *SHEETS]
+    )
     parser.add_argument("--rivals", nargs="+", help="beginnings of the names of those who take part (default: all)")
     parser.add_argument("--size", type=lambda text: int(float(text)), default=2_000_000_000, help="bytes of a model")
     parser.add_argument("--ranks", type=int, default=4, help="processes that save it")
@@ -65,6 +68,8 @@ def maker(name: str, options: argparse.Namespace) -> Callable[[Path], Case]:
     """Return what writes a case."""
     if name in SHEETS:
         return partial(cases.sheet, kind=SHEETS[name])
+    if name == "cast":
+        return partial(cases.cast, nbytes=options.size, ranks=options.ranks, files=options.files)
     return partial(cases.model, layout=name, nbytes=options.size, ranks=options.ranks, files=options.files)
 
 
@@ -79,7 +84,7 @@ def bench(case: Case, sink: Path, options: argparse.Namespace) -> Table:
     turns = take_turns(taking_part, repeat=options.repeat, label=case.name, patience_s=options.patience)
     shutil.rmtree(sink)
     title = f"{case.name}: {case.nbytes / 1e9:.2f} GB, {case.ranks} ranks"
-    to = rivals.TORCH if rivals.TORCH in turns else next(iter(turns))
+    to = next((name for name in (rivals.TORCH, rivals.TORCH_LOAD) if name in turns), next(iter(turns)))
     return compared(title, turns, to=to, notes=list(notes(turns)))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from zlib import crc32
 
@@ -30,6 +32,8 @@ class Case:
     distributed: Path | None = None
     """As a distributed checkpoint, with a CRC-32 of every item."""
     truth: Truth | None = None
+    dtype: str = ""
+    """What its floating tensors become on the way, by torch's name; nothing where they stay what they are."""
 
     def problems(self, output: Path) -> list[str]:
         """Say where an output is wrong."""
@@ -48,6 +52,30 @@ def model(folder: Path, layout: Layout, *, nbytes: int, ranks: int, files: int) 
     mapping = written_mapping(folder, sizes, files)
     sharded = read_truth(folder / "dcp-safetensors").folder
     return Case(layout, ranks, sum(sizes.values()), mapping, sharded, truth.folder, truth)
+
+
+TRUE_CAST = """
+import hashlib, json, sys, torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+source, dtype, scratch = sys.argv[1:]
+dcp_to_torch_save(source, scratch)
+state = torch.load(scratch, weights_only=True, mmap=True)
+cast = ((name, tensor.to(getattr(torch, dtype))) for name, tensor in state.items())
+print(json.dumps({name: hashlib.sha256(tensor.view(torch.uint8).numpy().data).hexdigest() for name, tensor in cast}))
+"""
+
+
+def cast(folder: Path, *, nbytes: int, ranks: int, files: int) -> Case:
+    """Let ranks write a model of F32, which is to become BF16; what is true of that is what torch says."""
+    truth = write_model(folder / "dcp", total_bytes=nbytes, ranks=ranks, layout="row", dtype="float32")
+    command = [sys.executable, "-c", TRUE_CAST, str(truth.folder), "bfloat16", str(folder / "all.pt")]
+    digests = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    (folder / "all.pt").unlink()
+    tensors = {name: replace(tensor, dtype="BF16", sha256=digests[name]) for name, tensor in truth.tensors.items()}
+    sizes = {name: size_in_bytes(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    mapping = written_mapping(folder, sizes, files)
+    total = 2 * sum(sizes.values())
+    return Case("cast", ranks, total, mapping, truth.folder, truth.folder, replace(truth, tensors=tensors), "bfloat16")
 
 
 def written_mapping(folder: Path, sizes: Mapping[str, int], files: int) -> Path:

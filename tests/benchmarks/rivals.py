@@ -30,9 +30,11 @@ LOAD_ALL = """
 import sys, torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from safetensors.torch import save_file
-source, sink = sys.argv[1:]
+source, sink, dtype = sys.argv[1:]
 dcp_to_torch_save(source, f"{sink}/all.pt")
 state = torch.load(f"{sink}/all.pt", weights_only=True)
+if dtype:
+    state = {name: tensor.to(getattr(torch, dtype)) for name, tensor in state.items()}
 save_file(state, f"{sink}/model.safetensors", metadata={"format": "pt"})
 """
 MERGE = """
@@ -65,16 +67,19 @@ def _commands(case: Case, sink: str, mapping: str) -> Iterator[tuple[str, list[s
     for name, kind in ((FLOOR, "hash"), (FLOOR_CHECKED, "checked"), (FLOOR_COPY, "copy")):
         yield name, [python, str(Path(__file__).with_name("floor.py")), source, sink, CORES, kind]
     hfdcp = [str(Path(python).with_name("hfdcp")), "consolidate", "--quiet", "--file-index", mapping]
+    hfdcp += ["--dtype", case.dtype] if case.dtype else []
     plain = [*hfdcp, "--stats", "none"]
     if case.distributed:
         yield HFDCP, [*plain, source, sink]
         yield HFDCP_COUNTING, [*hfdcp, source, sink]
+        yield TORCH_LOAD, [python, "-c", LOAD_ALL, source, sink, case.dtype]
+    if case.dtype:
+        return  # the others change no numbers
+    if case.distributed:
         yield HFDCP_UNHASHED, [python, "-c", UNHASHED, source, sink, mapping]
+        if importlib.util.find_spec("accelerate"):
+            yield ACCELERATE, [python, "-c", MERGE, source, sink]
     yield HFDCP_SHARDED if case.distributed else HFDCP, [
         *plain, "--world-size", str(case.ranks), str(case.sharded), sink,
     ]  # fmt: skip
     yield TORCH, [python, "-c", CONSOLIDATION, str(case.sharded), sink, mapping, CORES]
-    if case.distributed:
-        yield TORCH_LOAD, [python, "-c", LOAD_ALL, source, sink]
-        if importlib.util.find_spec("accelerate"):
-            yield ACCELERATE, [python, "-c", MERGE, source, sink]
