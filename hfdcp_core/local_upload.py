@@ -7,6 +7,12 @@ left by a process that died.
 Measured: on ext4 a new file whose space is reserved is written at 5.5 GB/s, otherwise at 3.4. On tmpfs to reserve only
 costs (reading, hashing and writing 2 GB: 3.0 s of processor time without, 3.3 with), so there the free space is looked
 at instead.
+
+``copy_file_range`` is not used. On XFS and btrfs (loop devices, 1 GB, with fsync, three runs each) it shares the blocks
+where source and target both begin on one: nothing is copied, and with SHA-256 the whole took 1.0 s against 2.0 and 2.8.
+But 64 bytes further on it took as long as reading and writing (1.99 against 2.05 s, and 3.0 against 2.7), and that is
+every real case: torch aligns payloads to 64 bytes, and safetensors allows no gap between tensors that could move one
+onto a block.
 """
 
 from __future__ import annotations
