@@ -26,6 +26,10 @@ AHEAD_MEMORY = AHEAD_BYTES + (64 << 20)
 """What a file from a remote source takes: what is read ahead, and once more what the library has in its hands of it."""
 UPLOAD_MEMORY = 64 << 20
 """What a file takes on its way to a remote sink: two chunks of 16 MiB, or what other libraries make of one."""
+TENSOR_MEMORY, SHARD_MEMORY = 2 << 10, 1280
+"""What is known and planned of each tensor and each shard (measured with 200,000 of either: 1.6 KB and 1.0 KB)."""
+KNOWN_AT_START = 16 << 20
+"""As much of that as `MEMORY_AT_START` has room for."""
 USUAL_MEMORY, REMOTE_MEMORY = 256 << 20, 1 << 30
 LARGEST_WINDOW = 4 << 20
 """Larger windows only take memory: hashing and writing are as fast with 4 MiB."""
@@ -196,17 +200,31 @@ class Job:
         Raises:
             UsageError: The memory is less than the smallest windows take.
         """
-        each = (self.budget_bytes - self.start_bytes) // self.files_at_once - self.remote_file_bytes
+        return self.window_beside(0)
+
+    def window_beside(self, held: int) -> int:
+        """Return how much of a file is made at a time while ``held`` bytes are taken by what is known of tensors.
+
+        Where nobody said how much memory there is, what is known of tensors comes on top of the usual.
+
+        Raises:
+            UsageError: The memory is less than that and the smallest windows take.
+        """
+        budget, taken = self.budget_bytes, self.start_bytes + (held if self.memory_bytes else 0)
+        each = (budget - taken) // self.files_at_once - self.remote_file_bytes
         numeric = self.numerics.asked
         beside, parts = (WORKSPACE_BYTES, OPERAND_WINDOWS) if numeric else (0, 0)
         share = (each - beside) // (BUFFERS + SCRATCH + parts)
         if share < SMALLEST_WINDOW:
             windows = SMALLEST_WINDOW * (BUFFERS + SCRATCH + parts) + beside
-            least = self.start_bytes + self.files_at_once * (windows + self.remote_file_bytes)
-            raise UsageError(
-                f"--memory of {self.budget_bytes} bytes is too little: at least {-(-least >> 20)} MiB are needed"
-            )
+            least = taken + self.files_at_once * (windows + self.remote_file_bytes)
+            raise UsageError(f"--memory of {budget} bytes is too little: at least {-(-least >> 20)} MiB are needed")
         return min(LARGEST_WINDOW, share // SMALLEST_WINDOW * SMALLEST_WINDOW)
+
+
+def known_bytes(tensors: int, shards: int) -> int:
+    """Return what it takes at most, beyond what a command takes anyway, to know and plan so many tensors and shards."""
+    return max(0, tensors * TENSOR_MEMORY + shards * SHARD_MEMORY - KNOWN_AT_START)
 
 
 def _is_remote(url: str) -> bool:

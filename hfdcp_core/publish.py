@@ -27,7 +27,7 @@ from hfdcp_core.errors import (
     UsageError,
     ValidationError,
 )
-from hfdcp_core.job import Gathered, Job, Planned, PlannedFile
+from hfdcp_core.job import Gathered, Job, Planned, PlannedFile, known_bytes
 from hfdcp_core.layout import Target, has_dimension, lay_out, lay_out_for_ranks
 from hfdcp_core.locate import Located, locate, relocate, reopen
 from hfdcp_core.manifest import CONFIG_PATH, EXTRA_PATH, MANIFEST_PATH, STATE_FOLDER, FileRecord, Manifest
@@ -142,13 +142,14 @@ def reshard(job: Job, *, progress: Progress = SILENT) -> Planned:
     """
     progress.begin("reshard", 0)
     run = Run(open_store(job.sink))
-    summary, plan = _plan(run.catalog(), reopen(job, run.source()), job)
+    catalog = run.catalog()
+    summary, plan = _plan(catalog, reopen(job, run.source()), job)
     if summary.config is not None:
         run.refuse_other(CONFIG_PATH, summary.config, overwrite=job.overwrite)
     run.occupy(summary, overwrite=job.overwrite)
     run.sink.sweep()
     run.save_plan(summary, plan)
-    planned = _planned(run, summary, plan, job)
+    planned = _planned(run, summary, plan, catalog, job)
     _refuse_full_sink(run, planned)
     for name, kept in planned.tied.items():
         progress.say(f"left out {name}: tied to {kept}, and its bytes are the same")
@@ -164,7 +165,7 @@ def _plan(catalog: Catalog, source: Source, job: Job) -> tuple[PlanSummary, Plan
     made = casting.settle(source, definitions, job)
     settled = casting.configure(made, tying.settle(catalog, source, made.numbers.definitions, job))
     target = _target(settled.definitions, job, settled.file_index)
-    plan = join(catalog, target, window_bytes=job.window_bytes)
+    plan = join(catalog, target, window_bytes=job.window_beside(_known_bytes(catalog)))
     refuse_split_bytes(plan)
     skipped = tuple(entry.name for entry in (*selection.skipped, *made.numbers.skipped))
     summary = _summary(catalog, job, plan, settled, skipped)
@@ -200,7 +201,7 @@ def _summary(catalog: Catalog, job: Job, plan: Plan, settled: tying.Settled, ski
     )
 
 
-def _planned(run: Run | None, summary: PlanSummary, plan: Plan, job: Job) -> Planned:
+def _planned(run: Run | None, summary: PlanSummary, plan: Plan, catalog: Catalog, job: Job) -> Planned:
     files = tuple(
         PlannedFile(file.path, file.size, run is not None and _whole(run, summary.digest, file.path, job) is not None)
         for file in summary.files
@@ -212,11 +213,19 @@ def _planned(run: Run | None, summary: PlanSummary, plan: Plan, job: Job) -> Pla
         tensors=summary.tensors,
         nbytes=summary.nbytes,
         copies=sum(len(file.copies) for file in plan.files),
-        peak_bytes=job.start_bytes + sum(peak + job.remote_file_bytes for peak in peaks[: job.files_at_once]),
+        peak_bytes=(
+            job.start_bytes
+            + _known_bytes(catalog)
+            + sum(peak + job.remote_file_bytes for peak in peaks[: job.files_at_once])
+        ),
         changes=summary.changes,
         tied=summary.tied,
         uncut=_uncut(plan, job.shard_dim) if job.ranks else 0,
     )
+
+
+def _known_bytes(catalog: Catalog) -> int:
+    return known_bytes(len(catalog.tensors), len(catalog.shards))
 
 
 def _uncut(plan: Plan, dim: int) -> int:
@@ -420,7 +429,8 @@ def plan_only(job: Job) -> tuple[Gathered, Planned]:
         _refuse_own_source(job, found.pinned.folder)
         _refuse_file_as_sink(open_store(job.sink), job)
     summary, plan = _plan(found.catalog, found.source, job)
-    return _gathered(found, job), _planned(Run(open_store(job.sink)) if job.sink else None, summary, plan, job)
+    run = Run(open_store(job.sink)) if job.sink else None
+    return _gathered(found, job), _planned(run, summary, plan, found.catalog, job)
 
 
 def validate_again(job: Job, *, progress: Progress = SILENT) -> Manifest:

@@ -6,15 +6,19 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.numpy import save_file
 
 from hfdcp_core import publish
 from hfdcp_core.consolidate import Nowhere, consolidate
-from hfdcp_core.job import Job
+from hfdcp_core.errors import UsageError
+from hfdcp_core.job import Job, known_bytes
 from hfdcp_core.local_store import LocalStore
 from hfdcp_core.run import Run
 from hfdcp_core.store import open_store
@@ -109,3 +113,21 @@ def test_the_whole_command_takes_no_more_memory_than_the_plan_announced(memory_m
     assert status == 0, run.stderr
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > 48 << 20
     assert peak <= announced
+
+
+def test_what_is_known_of_many_small_tensors_is_announced_too(tmp_path: Path) -> None:
+    names = [f"layers.{number:05}.attention.weight" for number in range(30_000)]
+    (tmp_path / "in").mkdir()
+    save_file({name: np.zeros(1, np.float32) for name in names}, tmp_path / "in" / "model.safetensors")
+    job = Job(str(tmp_path / "in"), "")
+    announced = publish.plan_only(job)[1].peak_bytes
+    assert announced - job.start_bytes >= known_bytes(len(names), len(names))
+    command = [sys.executable, "-m", "hfdcp_flows.start", "consolidate", "--quiet", job.source, str(tmp_path / "out")]
+    run = subprocess.run([sys.executable, "-S", "-c", MEASURE, *command], capture_output=True, text=True, check=True)
+    status, peak = map(int, run.stdout.split())
+    assert status == 0, run.stderr
+    assert peak <= announced
+    with pytest.raises(UsageError, match="too little: at least"):
+        publish.plan_only(replace(job, memory_bytes=job.start_bytes + (40 << 20)))
+    smaller = publish.plan_only(replace(job, memory_bytes=job.start_bytes + (110 << 20), workers=1))[1]
+    assert smaller.peak_bytes <= job.start_bytes + (110 << 20)
