@@ -13,6 +13,8 @@ if TYPE_CHECKING:
         HuggingFaceStorageReader,
         HuggingFaceStorageWriter,
         QuantizedHuggingFaceStorageReader,
+        StridedLoadPlanner,
+        StridedSavePlanner,
         consolidate_safetensors_files,
         consolidate_safetensors_files_on_every_rank,
     )
@@ -23,6 +25,8 @@ __all__ = [
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
     "QuantizedHuggingFaceStorageReader",
+    "StridedLoadPlanner",
+    "StridedSavePlanner",
     "__version__",
     "consolidate_safetensors_files",
     "consolidate_safetensors_files_on_every_rank",

@@ -9,6 +9,7 @@ is decided here: torch's plans are translated into boxes and spans, and their te
     tensors      torch's tensors     ⇄ arrays over their memory
     shard_file   one file of shards, with the face of ``safetensors.safe_open``
     reader       HuggingFaceStorageReader
+    planners     StridedSavePlanner, StridedLoadPlanner
     quantized    QuantizedHuggingFaceStorageReader
     consolidation  consolidate_safetensors_files, consolidate_safetensors_files_on_every_rank
     orders       what each rank writes, and where
@@ -23,6 +24,7 @@ from hfdcp_core.dcp.consolidation import (
     consolidate_safetensors_files,
     consolidate_safetensors_files_on_every_rank,
 )
+from hfdcp_core.dcp.planners import StridedLoadPlanner, StridedSavePlanner
 from hfdcp_core.dcp.quantized import QuantizedHuggingFaceStorageReader
 from hfdcp_core.dcp.reader import HuggingFaceStorageReader
 from hfdcp_core.dcp.writer import HuggingFaceStorageWriter
@@ -31,6 +33,8 @@ __all__ = [
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
     "QuantizedHuggingFaceStorageReader",
+    "StridedLoadPlanner",
+    "StridedSavePlanner",
     "consolidate_safetensors_files",
     "consolidate_safetensors_files_on_every_rank",
 ]

@@ -64,7 +64,8 @@ def metadata_of(catalog: Catalog, url: str, *, strict: bool) -> Metadata:
             continue
         storage.update(_stored(shards, url))
     PlanError.raise_for(f"{url}: the checkpoint does not hold every element exactly once", problems)
-    return Metadata(state_dict_metadata={**tensors}, storage_data=storage)
+    # torch 2.7 asks what is in planner_data, also where there is none
+    return Metadata(state_dict_metadata={**tensors}, planner_data={}, storage_data=storage)
 
 
 def _chosen(spec: TensorSpec, shards: list[Shard], *, strict: bool) -> tuple[list[Shard], list[str]]:
