@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import logging
 import os
+import uuid
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -104,14 +105,23 @@ class _Task:
     strict: bool
     world_size: int | None
 
-    def plan(self, source: Source) -> tuple[Catalog, Plan]:
+    def gather(self, source: Source) -> Catalog:
         catalog = gather(source, world_size=self.world_size)
         if catalog.unproved:
             _LOG.warning("%s: it cannot be shown that every shard is there: %s", source.url, catalog.unproved)
+        return catalog
+
+    def plan(self, catalog: Catalog, save: str) -> Plan:
         names = recipe.select(catalog, include=("*",)).names
         definitions = recipe.define(catalog, names, recipe.recipe_named("none"))
-        target = lay_out(definitions, max_file_size=self.max_file_size, file_index=self._fitting(names), as_torch=True)
-        return catalog, reshard(catalog, target, window_bytes=WINDOW_BYTES)
+        target = lay_out(
+            definitions,
+            max_file_size=self.max_file_size,
+            file_index=self._fitting(names),
+            as_torch=True,
+            save=save,
+        )
+        return reshard(catalog, target, window_bytes=WINDOW_BYTES)
 
     def _fitting(self, names: Iterable[str]) -> Mapping[str, int] | None:
         if self.mapping is None or self.strict:
@@ -124,7 +134,9 @@ def _consolidate(task: _Task, num_threads: int, ranks: Ranks) -> None:
     source = open_store(task.input_dir, storage_options=task.options)
     held = Together(sink)
     try:
-        catalog, plan = ranks.own(lambda: task.plan(source))
+        catalog = ranks.own(lambda: task.gather(source))
+        save = ranks.share(_save_of(catalog))[0]
+        plan = ranks.own(lambda: task.plan(catalog, save))
         if len(set(ranks.share(plan.digest))) > 1:
             raise PlanError(f"{source.url}: the ranks see different files; every rank must see all of them")
         mine = plan.files[ranks.rank :: ranks.size]
@@ -137,6 +149,16 @@ def _consolidate(task: _Task, num_threads: int, ranks: Ranks) -> None:
         ranks.own(lambda: complete(sink, manifest, plan.index or b"", former) if ranks.rank == 0 else None)
     finally:
         held.abort()
+
+
+def _save_of(catalog: Catalog) -> str:
+    """Say which save the shards are of, for the headers of the output.
+
+    A process that dies while files get their names leaves some of this output and some of an older one, and only their
+    headers tell. The same shards, untouched, give the same output again where their storage dates them.
+    """
+    dated = all(stamp.tag for stamp in catalog.files)
+    return stamps_digest(catalog.files) if dated else uuid.uuid4().hex
 
 
 def _make(files: Iterable[FilePlan], source: Source, sink: Creator, num_threads: int) -> list[FileRecord]:
