@@ -23,7 +23,9 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
+from hfdcp_core import gcs_upload, s3_upload
 from hfdcp_core.catalog import FileStamp
+from hfdcp_core.chunked_upload import ChunkedUpload
 from hfdcp_core.errors import CorruptFile, StorageError, StorageNotFound, UsageError
 from hfdcp_core.fsspec_upload import (
     CommittedUpload,
@@ -34,7 +36,6 @@ from hfdcp_core.fsspec_upload import (
     temporary_name,
 )
 from hfdcp_core.gcs_layout import settled
-from hfdcp_core.gcs_upload import GcsUpload, can_stream
 from hfdcp_core.lease import hold_lease
 from hfdcp_core.storage_options import merged_options, texts
 from hfdcp_core.store_base import (
@@ -209,15 +210,15 @@ class FsspecStore:
         self.read_into(path, start, memoryview(data))
         return bytes(data)
 
-    def create(self, path: str, size: int) -> CommittedUpload | GcsUpload | MovedUpload:
+    def create(self, path: str, size: int) -> ChunkedUpload | CommittedUpload | MovedUpload:
         """Begin a file; its space is not reserved, since no remote storage can do that."""
         full = self._full(checked_path(path, self._url))
         target = UploadTarget(self._fs, full, size, self._shown(path), self._secrets)
         with self._faults("write", path):
             self._make_parent(full)
-            streams = can_stream(self._fs, full)
-        if streams:
-            return GcsUpload(target)
+            to_gcs, to_s3 = gcs_upload.can_stream(self._fs, full), s3_upload.can_stream(self._fs)
+        if to_gcs or to_s3:
+            return gcs_upload.GcsUpload(target) if to_gcs else s3_upload.S3Upload(target)
         return CommittedUpload(target) if self._commits_files(full) else MovedUpload(target)
 
     def put(self, path: str, data: bytes) -> None:

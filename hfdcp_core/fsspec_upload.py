@@ -64,7 +64,7 @@ def require_whole(target: UploadTarget, written: int) -> None:
         raise ValidationError(f"{target.shown}: {target.size} bytes were announced, {written} were written")
 
 
-def _require_kept(target: UploadTarget) -> None:
+def require_kept(target: UploadTarget) -> None:
     """Hold the size of what can now be seen against the announced one.
 
     Raises:
@@ -112,7 +112,7 @@ class CommittedUpload(_Upload):
             self._file.close()
             self._file.commit()
             self._file = None
-        _require_kept(self._target)
+        require_kept(self._target)
 
     def abort(self) -> None:
         """Discard the parts that were sent."""
@@ -147,7 +147,7 @@ class MovedUpload(_Upload):
                     raise
             self._file = None
         _ALIVE.discard(self._temporary)
-        _require_kept(self._target)
+        require_kept(self._target)
 
     def _has_moved(self) -> bool:
         """Tell whether a move that failed was carried out: the reply was lost, and a second try found nothing left."""

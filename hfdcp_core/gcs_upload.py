@@ -3,7 +3,7 @@
 gcsfs' own file objects take three to four times their block, copy each byte several times, and check an MD5 (0.66 GB/s)
 only after the object can be seen, or not at all where the size is a multiple of the block. Here
 
-- two page-aligned buffers take turns: one fills while the other is sent;
+- one chunk is sent while the next one fills (`hfdcp_core.chunked_upload`);
 - a CRC-32C runs along (6 GB/s) and is held against the one that the storage states of what it keeps;
 - a chunk whose reply was lost is sent again: it says where it lies, and bytes that are there do not count twice;
 - giving up deletes the upload, so nothing of it ever shows.
@@ -14,24 +14,19 @@ written by another protocol, `can_stream` says no and the file is written as any
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
-import mmap
 import sys
-from collections.abc import Mapping
-from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from typing import Any
 
 import aiohttp
-import numpy as np
 from awscrt import checksums
 from fsspec.asyn import sync
 from fsspec.spec import AbstractFileSystem
 
+from hfdcp_core.chunked_upload import ChunkedUpload, Reply
 from hfdcp_core.errors import StorageError
-from hfdcp_core.fsspec_upload import UploadTarget, require_whole
+from hfdcp_core.fsspec_upload import UploadTarget
 
 CHUNK_BYTES = 16 << 20
 """Each chunk waits for a round trip and the storage's own commit: smaller ones lose time, larger ones take memory."""
@@ -51,36 +46,17 @@ def can_stream(fs: AbstractFileSystem, full: str) -> bool:
     return is_zonal is None or not sync(fs.loop, is_zonal, fs.split_path(full)[0])
 
 
-class GcsUpload:
+class GcsUpload(ChunkedUpload):
     """One file on its way to Google Cloud Storage."""
 
     def __init__(self, target: UploadTarget) -> None:
         """Begin the upload, of which nothing shows before its last byte."""
-        self._target, self._fs = target, target.fs
-        chunk = min(CHUNK_BYTES, -(-max(target.size, 1) // _CHUNK_UNIT) * _CHUNK_UNIT)
-        self._buffers = [memoryview(mmap.mmap(-1, chunk)) for _ in range(1 if target.size <= chunk else 2)]
-        self._filled = self._sent = self._written = self._crc32c = 0
-        self._flight: Future[Mapping[str, Any]] | None = None
-        self._reply: Mapping[str, Any] = {}
+        super().__init__(target, min(CHUNK_BYTES, -(-max(target.size, 1) // _CHUNK_UNIT) * _CHUNK_UNIT))
+        self._crc32c = 0
         self._location: str | None = None
         bucket, key, _ = self._fs.split_path(target.full)
         with target.faults("write"):
             self._location = sync(self._fs.loop, sys.modules["gcsfs.core"].initiate_upload, self._fs, bucket, key)
-
-    def write(self, buffer: memoryview) -> None:
-        """Append bytes; a chunk that is full is sent while the next one fills."""
-        rest = buffer.cast("B")
-        self._written += len(rest)
-        while rest and self._sent + self._filled < self._target.size:
-            chunk = self._buffers[0]
-            part = rest[: min(len(chunk) - self._filled, self._target.size - self._sent - self._filled)]
-            # numpy lets the loop that sends the chunk before run meanwhile, as the slices of a memoryview do not.
-            place = chunk[self._filled : self._filled + len(part)]
-            np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(part, np.uint8))
-            self._filled += len(part)
-            rest = rest[len(part) :]
-            if self._filled == len(chunk) and self._sent + self._filled < self._target.size:  # the last one publishes
-                self._send()
 
     def commit(self) -> None:
         """Send the last chunk, upon which the file shows, and hold what the storage states of it against what was sent.
@@ -88,10 +64,7 @@ class GcsUpload:
         Raises:
             StorageError: The storage keeps other bytes; they are removed.
         """
-        require_whole(self._target, self._written)
-        if self._filled or not self._target.size:
-            self._send()
-        self._landed()
+        self._send_all()
         self._location = None
         expected = base64.b64encode(self._crc32c.to_bytes(4, "big")).decode()
         found = (int(self._reply.get("size", -1)), self._reply.get("crc32c"))
@@ -109,34 +82,14 @@ class GcsUpload:
         location, self._location = self._location, None
         if location is None:
             return
-        if self._flight:
-            self._flight.cancel()
-            self._flight = None
+        self._give_up()
         with suppress(StorageError), self._target.faults("discard"):
             self._fs.call("DELETE", location)
 
-    def _send(self) -> None:
-        """Put the full buffer on its way once the one before has landed."""
-        chunk = self._buffers[0][: self._filled]
+    def _passing(self, chunk: memoryview) -> None:
         self._crc32c = checksums.crc32c(chunk, self._crc32c)
-        self._landed()
-        self._flight = asyncio.run_coroutine_threadsafe(self._deliver(chunk, self._sent), self._fs.loop)
-        self._sent, self._filled = self._sent + len(chunk), 0
-        self._buffers.reverse()
-        if len(self._buffers) == 1:
-            self._landed()
 
-    def _landed(self) -> None:
-        """Wait for the chunk that is on its way."""
-        if self._flight:
-            flight, self._flight = self._flight, None
-            with self._target.faults("write"):
-                try:
-                    self._reply = flight.result()
-                except CancelledError as error:
-                    raise ConnectionAbortedError("the upload was given up") from error
-
-    async def _deliver(self, chunk: memoryview, start: int) -> Mapping[str, Any]:
+    async def _deliver(self, chunk: memoryview, start: int) -> Reply:
         """Send a chunk, and what the storage did not keep of it again."""
         stop = start + len(chunk)
         for _ in range(_TRIES):
@@ -151,7 +104,7 @@ class GcsUpload:
             except TimeoutError:  # the one failure that gcsfs does not try again
                 continue
             if said:
-                reply: Mapping[str, Any] = json.loads(said)
+                reply: Reply = json.loads(said)
                 return reply
             kept = int(headers["Range"].rpartition("-")[2]) + 1 if "Range" in headers else 0
             if kept >= stop:

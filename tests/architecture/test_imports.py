@@ -23,7 +23,7 @@ LAYERS = ("hfdcp_core", "hfdcp_tasks", "hfdcp_flows")
 
 RANKS = (
     ("errors",),
-    ("dtypes", "box", "homes", "json_text"),
+    ("dtypes", "box", "homes", "json_text", "collector"),
     ("catalog", "manifest", "picture"),
     ("distcp_scan", "distcp_zip", "numeric", "operation", "statistics"),
     ("distcp_records", "distcp_form", "operate"),
@@ -41,7 +41,8 @@ RANKS = (
     ("job",),
     ("storage_options", "gcs_layout", "descriptors", "lease", "store_base", "zstd_stream"),
     ("file_lock", "fsspec_upload"),
-    ("local_upload", "gcs_upload"),
+    ("local_upload", "chunked_upload"),
+    ("gcs_upload", "s3_upload"),
     ("local_store", "fsspec_store"),
     ("store",),
     ("state",),
@@ -83,7 +84,8 @@ PARTS = {
     },
     "store": {
         *("storage_options", "descriptors", "lease", "store_base", "file_lock"),
-        *("local_upload", "local_store", "fsspec_upload", "gcs_layout", "gcs_upload", "fsspec_store"),
+        *("local_upload", "local_store", "fsspec_upload", "chunked_upload", "gcs_layout", "gcs_upload", "s3_upload"),
+        "fsspec_store",
     },
     "hub": {"hub_client"},
 }
