@@ -283,25 +283,50 @@ class _Strided:
         return SourceCheck(unchecked=1) if self._item.crc32 is None else SourceCheck(verified=1)
 
 
-def gather_strided(fetch: Fetch, view: Strides, out: Array, *, scratch: memoryview) -> None:
+def gather_strided(fetch: Fetch, view: Strides, out: Array, *, scratch: memoryview, gap_bytes: int = 0) -> None:
     """Fill an array with a strided box of items, reading no more at once than ``scratch`` holds.
 
     The box is read together with what lies between its items where that is little; else it is halved along its
     longest way through the file, down to single items.
+
+    Args:
+        fetch: Reads the file.
+        view: Where the items lie.
+        out: The array.
+        scratch: Room for items and what lies between them.
+        gap_bytes: What may lie between two runs of items and be read with them however short those are: what a
+            request costs, where each of them is a round trip.
     """
     if out.size == 0:
         return
     nbytes = view.reach * out.itemsize
     if view.dense and out.flags.c_contiguous:
         fetch(view.offset * out.itemsize, out.reshape(-1).view(np.uint8).data)
-    elif nbytes <= len(scratch) and view.reach <= SPARSE * out.size:
+    elif nbytes <= len(scratch) and (view.reach <= SPARSE * out.size or _has_small_gaps(view, out, gap_bytes)):
         fetch(view.offset * out.itemsize, scratch[:nbytes])
         run = np.frombuffer(scratch[:nbytes], out.dtype)
         steps = tuple(stride * out.itemsize for stride in view.strides)
         np.copyto(out, np.lib.stride_tricks.as_strided(run, view.shape, steps, writeable=False))
     else:
         for half, part in _halves(view, out):
-            gather_strided(fetch, half, part, scratch=scratch)
+            gather_strided(fetch, half, part, scratch=scratch, gap_bytes=gap_bytes)
+
+
+def _has_small_gaps(view: Strides, out: Array, gap_bytes: int) -> bool:
+    """Whether no more lies between the runs of a box, on average, than may be read for nothing."""
+    between = view.reach * out.itemsize - out.nbytes
+    return between <= gap_bytes * (_runs(view) - 1)
+
+
+def _runs(view: Strides) -> int:
+    """Return in how many runs of neighbouring items a box lies."""
+    run, count = 1, 1
+    for extent, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
+        if count == 1 and stride == run:
+            run *= extent
+        else:
+            count *= extent
+    return count
 
 
 def _halves(view: Strides, out: Array) -> Iterator[tuple[Strides, Array]]:

@@ -7,6 +7,7 @@ is decided here: torch's plans are translated into boxes and spans, and their te
 
     metadata     a gathered catalog  → torch's Metadata
     tensors      torch's tensors     ⇄ arrays over their memory
+    measured     what a load read
     shard_file   one file of shards, with the face of ``safetensors.safe_open``
     reader       HuggingFaceStorageReader
     planners     StridedSavePlanner, StridedLoadPlanner

@@ -154,7 +154,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             if shared := shard.box.intersect(box):
                 inside = shared.relative_to(box)
                 part = tensor[tuple(map(slice, inside.offset, inside.stop))]
-                read_box(self._source, shard, shared.relative_to(shard.box), part)
+                read_box(self._data, shard, shared.relative_to(shard.box), part)
         return array_of(tensor)
 
 

@@ -13,6 +13,7 @@ by torch, which then complains of having no metadata: our message is in that tex
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections import defaultdict
@@ -30,6 +31,7 @@ from torch.futures import Future
 
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import Catalog, Shard
+from hfdcp_core.dcp.measured import MeasuredSource, ReadReport
 from hfdcp_core.dcp.metadata import StoredShard, metadata_of
 from hfdcp_core.dcp.shard_file import ShardFile, read_box
 from hfdcp_core.dcp.tensors import keeps_values, memory_of
@@ -97,10 +99,13 @@ class HuggingFaceStorageReader(FileSystemReader):
         self.strict, self.cast, self.world_size = strict, cast, world_size
         self._options, self._group = options, process_group
         self._memory_bytes, self._budget = memory_bytes, _Budget(memory_bytes)
+        self._measured: MeasuredSource | None = None
+        self.report: ReadReport | None = None
+        """What the last load read on this rank; the log has it too, at the level INFO."""
 
     def __getstate__(self) -> dict[str, object]:
         """Leave behind what is open: another process opens it again."""
-        return {**self.__dict__, "_opened": None, "_budget": None}
+        return {**self.__dict__, "_opened": None, "_measured": None, "_budget": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Take what `__getstate__` left."""
@@ -112,6 +117,11 @@ class HuggingFaceStorageReader(FileSystemReader):
         if self._opened is None:
             self._opened = open_store(self.path, storage_options=self._options)
         return self._opened
+
+    @property
+    def _data(self) -> Source:
+        """The store where tensors are read from, which counts."""
+        return self._measured or self._source
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget what was read, and turn to another checkpoint where one is named."""
@@ -177,7 +187,8 @@ class HuggingFaceStorageReader(FileSystemReader):
         for stored in self.storage_data.values():
             files[stored.relative_path].append(stored.shard)
         self._refuse_casts(plan, planner)
-        opened = {path: ShardFile(self._source, shards) for path, shards in files.items()}
+        measured = self._measured = MeasuredSource(self._source)
+        opened = {path: ShardFile(measured, shards) for path, shards in files.items()}
 
         def read(request: ReadItem) -> None:
             stored: StoredShard = self.storage_data[request.storage_index]
@@ -186,9 +197,16 @@ class HuggingFaceStorageReader(FileSystemReader):
         requests = sorted(plan.items, key=self._place)
         with ThreadPoolExecutor(self.thread_count or THREADS, "hfdcp-read") as pool:
             list(pool.map(read, requests))
+        wanted = sum(map(self._wanted_bytes, plan.items))
+        self.report = ReadReport(measured.ranges, measured.nbytes, wanted)
+        _LOG.info("%s: read %s", self._source.url, self.report)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _wanted_bytes(self, request: ReadItem) -> int:
+        dtype: torch.dtype = self.storage_data[request.storage_index].dtype
+        return math.prod(request.lengths) * dtype.itemsize
 
     def _place(self, request: ReadItem) -> tuple[str, int]:
         shard = self.storage_data[request.storage_index].shard
@@ -204,11 +222,11 @@ class HuggingFaceStorageReader(FileSystemReader):
         if tuple(target.size()) != box.shape:
             raise PlanError(f"{shard}: asked for {box}, the tensor to fill has shape {list(target.size())}")
         if target.dtype == stored and memory_of(target) is not None:
-            read_box(self._source, shard, box, target)
+            read_box(self._data, shard, box, target)
         else:
             with self._budget.taken(box.volume * stored.itemsize):
                 tensor = torch.empty(box.shape, dtype=stored)
-                read_box(self._source, shard, box, tensor)
+                read_box(self._data, shard, box, tensor)
                 target.copy_(tensor)
         planner.commit_tensor(req, target)
 

@@ -24,6 +24,8 @@ from hfdcp_core.windows import Lattice, Strides
 
 SCRATCH_BYTES = 4 << 20
 """Room for a strided box, or a part of one, before its elements are put into place."""
+GAP_BYTES = 1 << 20
+"""So much may lie between two runs of a strided box, and is read with them, where a request is a round trip."""
 
 
 class ShardFile:
@@ -100,7 +102,8 @@ def read_box(source: Source, shard: Shard, box: Box, out: torch.Tensor) -> None:
     view = Strides(0, box.shape, row_major(lattice.shape)).part(box.offset, box.shape)
     scratch = page_aligned(SCRATCH_BYTES)
     payload = open_payload(source, shard, scratch=page_aligned(SCRATCH_BYTES))
-    gather_strided(payload.read_into, view, memory, scratch=scratch)
+    gap = GAP_BYTES if source.remote else 0
+    gather_strided(payload.read_into, view, memory, scratch=scratch, gap_bytes=gap)
     payload.check()
 
 

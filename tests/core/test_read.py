@@ -223,3 +223,24 @@ def test_any_strided_box_is_gathered_with_as_little_room_as_one_item(
     gather_strided(fetch, view, out, scratch=page_aligned(scratch))
     expected = np.lib.stride_tricks.as_strided(run[view.offset :], shape, tuple(4 * s for s in strides))
     assert np.array_equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("gap_bytes", "requests"), [(0, 64), (4 * 99, 1), (4 * 99 - 1, 64)], ids=["none", "as wide as it is", "narrower"]
+)
+def test_narrow_columns_are_read_with_what_lies_between_where_a_request_costs_more(
+    gap_bytes: int, requests: int
+) -> None:
+    """One item of a hundred in each row: by itself a request for each of 64 rows."""
+    run = np.arange(6400, dtype=np.uint32)
+    raw, asked = memoryview(run.tobytes()), []
+
+    def fetch(start: int, buffer: memoryview) -> None:
+        asked.append(len(buffer))
+        buffer[:] = raw[start : start + len(buffer)]
+
+    out = np.zeros((64, 1), np.uint32)
+    view = Strides(7, (64, 1), (100, 1))
+    gather_strided(fetch, view, out, scratch=page_aligned(1 << 20), gap_bytes=gap_bytes)
+    assert np.array_equal(out[:, 0], run[7::100])
+    assert len(asked) == requests

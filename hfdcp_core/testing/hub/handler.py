@@ -99,7 +99,7 @@ class Handler(BaseHTTPRequestHandler):
             self._note(0, fault)
             raise
         # The journal is written before the answer, so that who has the answer finds the call.
-        self._note(response.status, fault)
+        self._note(response.status, fault, 0 if self.command == "HEAD" else response.length)
         self._send(response)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _serve  # noqa: N815  # the base class looks for these names
@@ -179,7 +179,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(block)
                 left -= len(block)
 
-    def _note(self, status: int, fault: Fault) -> None:
+    def _note(self, status: int, fault: Fault, sent_bytes: int = 0) -> None:
         self._journal.note(
             Call(
                 method=self.command,
@@ -188,5 +188,6 @@ class Handler(BaseHTTPRequestHandler):
                 received_bytes=self._received,
                 authorized="authorization" in self.headers,
                 faulted=fault is not NO_FAULT,
+                sent_bytes=sent_bytes,
             )
         )

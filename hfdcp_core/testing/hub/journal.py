@@ -59,6 +59,8 @@ class Call:
     """Whether the request carried an Authorization header."""
     faulted: bool
     """Whether a fault was injected."""
+    sent_bytes: int = 0
+    """Bytes of the answer's body."""
 
 
 @dataclass(slots=True)
