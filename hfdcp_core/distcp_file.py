@@ -13,13 +13,12 @@ not looked at. Nothing of torch is imported, and no tensor is unpickled: its pay
 
 from __future__ import annotations
 
-import gc
 import pickle
 import pickletools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 
 from hfdcp_core import distcp_records as records
+from hfdcp_core.collector import without_collector
 from hfdcp_core.distcp_form import Known
 from hfdcp_core.distcp_item import StorageRef, TensorRef, TorchItem, item_of
 from hfdcp_core.distcp_metadata import DcpMetadata, metadata_of
@@ -207,7 +206,7 @@ def read_metadata(raw: bytes, *, path: str) -> DcpMetadata:
     if len(raw) > MOST_METADATA_BYTES:
         raise CorruptFile(f"{path}: {len(raw)} bytes; at most {MOST_METADATA_BYTES} are read")
     rules = Rules(path, _checker(_METADATA_GLOBALS, path), Budget(path, len(raw)))
-    with _without_collector():
+    with without_collector():
         return metadata_of(_load(raw, rules), where=path, budget=rules.budget)
 
 
@@ -236,18 +235,6 @@ def read_item(
         return _load(raw, Rules(name, _checker(_TENSOR_GLOBALS, name), Budget(name, len(raw)), persistent_ids=True))
 
     return item_of(Item(fetch, length, where), load=load, known=known)
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Keep the garbage collector from walking millions of new objects again and again: a third of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _checker(table: Mapping[tuple[str, str], object], where: str) -> Callable[[str, str], object]:

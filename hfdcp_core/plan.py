@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import Catalog, FileStamp, Shard, TensorSpec
+from hfdcp_core.collector import without_collector
 from hfdcp_core.errors import PlanError
 from hfdcp_core.layout import Part, Target, TargetFile
 from hfdcp_core.operation import OPERAND_WINDOWS, WORKSPACE_BYTES, Operand, Operation, pull
@@ -152,6 +153,7 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+@without_collector()
 def reshard(source: Catalog, target: Target, *, window_bytes: int) -> Plan:
     """Join what is there with what is wanted.
 
@@ -171,7 +173,7 @@ def reshard(source: Catalog, target: Target, *, window_bytes: int) -> Plan:
         found = _mismatches(operand, source, by_name)
         if not found:
             shards, found = tile(operand.spec, by_name.get(operand.fqn, ()))
-            chosen[operand.fqn] = _Tiles(shards)
+            chosen[operand.fqn] = _Tiles(operand.spec.shape, shards)
         problems += [f"{operand.fqn}: {problem}" for problem in found]
     PlanError.raise_for("the checkpoint does not hold every wanted element exactly once", problems)
     stamps = {stamp.path: stamp for stamp in source.files}
@@ -207,6 +209,8 @@ def tile(spec: TensorSpec, shards: Sequence[Shard]) -> tuple[list[Shard], list[s
     """
     if 0 in spec.shape:
         return [], []
+    if len(shards) == 1 and shards[0].box.shape == spec.shape and not any(shards[0].box.offset):
+        return list(shards), []
     held = [shard for shard in shards if 0 not in shard.box.shape]
     held.sort(key=lambda shard: (shard.box.offset, shard.span.path, shard.span.start))
     cells: dict[tuple[tuple[int, ...], tuple[int, ...]], Shard] = {}
@@ -221,15 +225,17 @@ def tile(spec: TensorSpec, shards: Sequence[Shard]) -> tuple[list[Shard], list[s
 
 def _is_grid(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """Whether the (different) boxes are exactly the cells between the cuts at their own offsets."""
+    if not boxes:
+        return False
     count = 1
-    for axis, extent in enumerate(shape):
-        starts = sorted({box.offset[axis] for box in boxes})
-        if not starts or starts[0] != 0:
+    offsets = zip(*(box.offset for box in boxes), strict=True)
+    extents = zip(*(box.shape for box in boxes), strict=True)
+    for starts, lengths, extent in zip(offsets, extents, shape, strict=True):
+        cells = sorted(set(zip(starts, lengths, strict=True)))
+        stops = list(itertools.starmap(int.__add__, cells))
+        if [start for start, _ in cells] != [0, *stops[:-1]] or stops[-1] != extent:
             return False
-        stop_of = dict(zip(starts, [*starts[1:], extent], strict=True))
-        if any(box.offset[axis] + box.shape[axis] != stop_of[box.offset[axis]] for box in boxes):
-            return False
-        count *= len(starts)
+        count *= len(cells)
     return len(boxes) == count
 
 
@@ -348,15 +354,21 @@ def _makings(file: TargetFile) -> list[Making]:
 class _Tiles:
     """The shards that tile a tensor, by offset; those that meet a box are found without a look at all of them."""
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shape: tuple[int, ...], shards: Sequence[Shard]) -> None:
+        self._shape = shape
         self._shards = shards
-        self._starts = [shard.box.offset[0] if shard.box.offset else 0 for shard in shards]
-        self._longest = max((shard.box.shape[0] for shard in shards if shard.box.shape), default=1)
-        self._volume = sum(shard.box.volume for shard in shards)
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        return [shard.box.offset[0] for shard in self._shards]
+
+    @functools.cached_property
+    def _longest(self) -> int:
+        return max((shard.box.shape[0] for shard in self._shards), default=1)
 
     def meeting(self, box: Box) -> Iterator[tuple[Shard, Box]]:
         """Yield the shards that meet a box of the tensor, and what they share with it."""
-        if box.volume == self._volume:  # the whole tensor
+        if box.shape == self._shape:  # the whole tensor, as nearly always
             return ((shard, shard.box) for shard in self._shards)
         first, stop = box.offset[0], box.stop[0]
         low = bisect.bisect_right(self._starts, first - self._longest)

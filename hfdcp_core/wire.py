@@ -13,15 +13,17 @@ import base64
 import dataclasses
 import functools
 import gzip
+import itertools
 import json
 import math
 import types
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import Catalog, FileStamp, ObjectItem, Shard, Skipped, Span, TensorSpec
+from hfdcp_core.collector import without_collector
 from hfdcp_core.errors import HfdcpError, ValidationError
 from hfdcp_core.manifest import Manifest
 from hfdcp_core.plan import Copy, FilePlan, Making, Read, row_major
@@ -185,38 +187,54 @@ _INDEXED = ("fqn", "dtype", "path", "encoding")
 _COLUMNS = (*_INDEXED, "box", "start", "stop")
 _VIEWS = ("row", "box", "offset", "steps")
 """Columns of the table of copies that are views of a shard."""
+_Key = TypeVar("_Key", bound=Hashable)
+_Cut = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and shape of a box."""
 
 
-class _Interned:
-    """Values in the order in which they were first met, and their numbers."""
+def _numbered(values: Iterable[_Key]) -> dict[_Key, int]:
+    """Give values numbers, in the order in which they are first met."""
+    return {value: number for number, value in enumerate(dict.fromkeys(values))}
 
-    def __init__(self) -> None:
-        self.number: dict[Any, int] = {}
 
-    def __call__(self, value: object) -> int:
-        return self.number.setdefault(value, len(self.number))
+def _numbers(column: Iterable[_Key], numbers: Mapping[_Key, int]) -> list[Json]:
+    return list(map(numbers.__getitem__, column))
 
 
 def _shard_table(shards: Sequence[Shard]) -> dict[str, Json]:
-    """One list for each field: what takes few bytes, and is read back without a step of Python for each shard."""
-    strings, boxes = _Interned(), _Interned()
-    columns: dict[str, Json] = {
-        "fqn": [strings(shard.fqn) for shard in shards],
-        "dtype": [strings(shard.dtype) for shard in shards],
-        "path": [strings(shard.span.path) for shard in shards],
-        "encoding": [strings(shard.encoding) for shard in shards],
-        "box": [boxes((*shard.box.offset, *shard.box.shape)) for shard in shards],
-        "start": [shard.span.start for shard in shards],
-        "stop": [shard.span.stop for shard in shards],
+    """One list for each field: what takes few bytes, and is made and read without a step of Python for each shard."""
+    spans = [shard.span for shard in shards]
+    texts = {
+        "fqn": [shard.fqn for shard in shards],
+        "dtype": [shard.dtype for shard in shards],
+        "path": [span.path for span in spans],
+        "encoding": [shard.encoding for shard in shards],
     }
-    return {"strings": list(strings.number), "boxes": [list(box) for box in boxes.number], **columns}
+    cuts = _cuts(shard.box for shard in shards)
+    strings, boxes = _numbered(itertools.chain.from_iterable(texts.values())), _numbered(cuts)
+    return {
+        "strings": list(strings),
+        "boxes": _shown(boxes),
+        **{name: _numbers(column, strings) for name, column in texts.items()},
+        "box": _numbers(cuts, boxes),
+        "start": [span.start for span in spans],
+        "stop": [span.stop for span in spans],
+    }
+
+
+def _cuts(boxes: Iterable[Box]) -> list[_Cut]:
+    return [(box.offset, box.shape) for box in boxes]
+
+
+def _shown(cuts: Iterable[_Cut]) -> list[Json]:
+    return [[*offset, *shape] for offset, shape in cuts]
 
 
 def _shards(table: Mapping[str, Any]) -> tuple[Shard, ...]:
     columns = {name: _naturals(table[name]) for name in _COLUMNS}
     if len(set(map(len, columns.values()))) != 1:
         raise ValueError("the columns of the table of shards are not of one length")
-    strings = decode(tuple[str, ...], table["strings"])
+    strings = _texts(table["strings"])
     boxes = [_box(numbers) for numbers in table["boxes"]]
     fqns, dtypes, paths, encodings = (map(strings.__getitem__, columns[name]) for name in _INDEXED)
     spans = map(Span, paths, columns["start"], columns["stop"])
@@ -225,21 +243,29 @@ def _shards(table: Mapping[str, Any]) -> tuple[Shard, ...]:
 
 def _spec_table(tensors: Iterable[tuple[str, TensorSpec]]) -> dict[str, Json]:
     """Names, and numbers of kinds: most tensors of a model have one of a few."""
-    kinds = _Interned()
-    rows = [(name, kinds((spec.dtype, spec.shape))) for name, spec in tensors]
-    shown: list[Json] = [[dtype, list(shape)] for dtype, shape in kinds.number]
-    return {"names": [name for name, _ in rows], "kinds": shown, "kind": [number for _, number in rows]}
+    rows = list(tensors)
+    column = [(spec.dtype, spec.shape) for _, spec in rows]
+    kinds = _numbered(column)
+    shown: list[Json] = [[dtype, list(shape)] for dtype, shape in kinds]
+    return {"names": [name for name, _ in rows], "kinds": shown, "kind": _numbers(column, kinds)}
 
 
 def _specs(table: Mapping[str, Any]) -> list[tuple[str, TensorSpec]]:
     kinds = [TensorSpec(_expect(str, dtype), tuple(_naturals(shape))) for dtype, shape in _expect(list, table["kinds"])]
-    names = decode(tuple[str, ...], table["names"])
+    names = _texts(table["names"])
     return list(zip(names, map(kinds.__getitem__, _naturals(table["kind"])), strict=True))
 
 
 def _box(numbers: Any) -> Box:
     axes = len(_naturals(numbers)) // 2
     return Box(tuple(numbers[:axes]), tuple(numbers[axes:]))
+
+
+def _texts(data: Any) -> list[str]:
+    texts: list[str] = _expect(list, data)
+    if not set(map(type, texts)) <= {str}:
+        raise TypeError("expected texts")
+    return texts
 
 
 def _naturals(data: Any) -> list[int]:
@@ -269,6 +295,7 @@ def _decompress(kind: str, raw: bytes) -> dict[str, Any]:
     return body
 
 
+@without_collector()
 def dump_catalog(catalog: Catalog) -> bytes:
     """Write a catalog, compressed."""
     plain = {name: encode(getattr(catalog, name)) for name in ("format", "files", "skipped")}
@@ -277,6 +304,7 @@ def dump_catalog(catalog: Catalog) -> bytes:
     return _compress("catalog", {**plain, **rest, **tables})
 
 
+@without_collector()
 def load_catalog(raw: bytes) -> Catalog:
     """Read a catalog.
 
@@ -300,6 +328,7 @@ def load_catalog(raw: bytes) -> Catalog:
         raise ValidationError(f"not a readable catalog: {error}") from error
 
 
+@without_collector()
 def dump_file_plan(plan: FilePlan) -> bytes:
     """Write a file plan, compressed: a few bytes for each shard."""
     plain = {name: encode(getattr(plan, name)) for name in ("path", "header", "size", "stamps", "makings")}
@@ -314,25 +343,28 @@ def dump_file_plan(plan: FilePlan) -> bytes:
 
 def _copy_table(plan: FilePlan) -> dict[str, Json]:
     """Two numbers where a shard is copied whole, which is nearly always; every other view in a table of its own."""
-    boxes, strides = _Interned(), _Interned()
-    views = [
-        (number, boxes((*copy.box.offset, *copy.box.shape)), copy.read.offset, strides(copy.read.strides))
-        for number, copy in enumerate(plan.copies)
-        if not _is_whole(copy, plan.shards[copy.read.shard].box)
-    ]
-    tensors, shards = [copy.tensor for copy in plan.copies], [copy.read.shard for copy in plan.copies]
-    columns: Json = {name: [view[place] for view in views] for place, name in enumerate(_VIEWS)}
-    shown: dict[str, Json] = {
-        "boxes": [list(box) for box in boxes.number],
-        "strides": [list(steps) for steps in strides.number],
+    reads = [copy.read for copy in plan.copies]
+    shards = [read.shard for read in reads]
+    boxes = [plan.shards[shard].box for shard in shards]
+    rows = [row for row, (copy, box) in enumerate(zip(plan.copies, boxes, strict=True)) if not _is_whole(copy, box)]
+    cuts, steps = _cuts(plan.copies[row].box for row in rows), [reads[row].strides for row in rows]
+    cut_numbers, step_numbers = _numbered(cuts), _numbered(steps)
+    columns = (rows, _numbers(cuts, cut_numbers), [reads[row].offset for row in rows], _numbers(steps, step_numbers))
+    return {
+        "tensor": [copy.tensor for copy in plan.copies],
+        "shard": list(shards),
+        "views": {name: list(column) for name, column in zip(_VIEWS, columns, strict=True)},
+        "boxes": _shown(cut_numbers),
+        "strides": [list(strides) for strides in step_numbers],
     }
-    return {"tensor": list(tensors), "shard": list(shards), "views": columns, **shown}
 
 
 def _is_whole(copy: Copy, box: Box) -> bool:
-    return copy.read.offset == 0 and copy.read.strides == row_major(box.shape) and copy.box == box
+    same = copy.box is box or copy.box == box
+    return same and copy.read.offset == 0 and copy.read.strides == row_major(box.shape)
 
 
+@without_collector()
 def load_file_plan(raw: bytes) -> FilePlan:
     """Read a file plan.
 
