@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import lru_cache
 from types import TracebackType
 from typing import Self
 
@@ -54,6 +55,16 @@ class Crew:
         finally:
             with self._lock:
                 self._files -= 1
+
+
+@lru_cache
+def crew_of(processors: int) -> Crew:
+    """Return the crew of so many processors that all files share which this process makes.
+
+    >>> crew_of(3) is crew_of(3)
+    True
+    """
+    return Crew(processors)
 
 
 class Helper:

@@ -17,7 +17,7 @@ from hfdcp_core import casting, extras, hub, quantization, recipe, statistics, t
 from hfdcp_core import consolidate as consolidating
 from hfdcp_core import validate as validating
 from hfdcp_core.catalog import Catalog
-from hfdcp_core.crew import Crew, usable_processors
+from hfdcp_core.crew import Crew, crew_of, usable_processors
 from hfdcp_core.errors import (
     Cancelled,
     IncompleteCheckpoint,
@@ -245,7 +245,6 @@ def consolidate(
     *,
     progress: Progress = SILENT,
     cancellation: Cancellation | None = None,
-    crew: Crew | None = None,
 ) -> FileRecord:
     """Make one output file, counted from 0, unless it is already whole.
 
@@ -254,7 +253,6 @@ def consolidate(
         index: Which file.
         progress: Hears of every window.
         cancellation: Heeded between windows.
-        crew: Shared by all files that are made at the same time, in this process.
 
     Raises:
         PlanError: There is no plan, or no such file in it.
@@ -271,7 +269,7 @@ def consolidate(
         progress.advance(plan.size - len(plan.header))
         return record
     terms = consolidating.Terms(
-        cancellation or Cancellation(), crew or _crew(job), job.hashing, job.statistics, _refused_in_a_file(job)
+        cancellation or Cancellation(), _crew(job), job.hashing, job.statistics, _refused_in_a_file(job)
     )
     with _refused_leaves_no_manifest(run):
         record = consolidating.consolidate(plan, reopen(job, run.source()), run.sink, progress=progress, terms=terms)
@@ -310,10 +308,10 @@ def consolidate_all(
     """
     summary = Run(open_store(job.sink)).planned()
     progress.begin("consolidate", summary.total_size)
-    stop, crew = cancellation or Cancellation(), _crew(job)
+    stop = cancellation or Cancellation()
     with ThreadPoolExecutor(job.files_at_once, "hfdcp-file") as pool:
         futures = [
-            pool.submit(consolidate, job, index, progress=progress, cancellation=stop, crew=crew)
+            pool.submit(consolidate, job, index, progress=progress, cancellation=stop)
             for index in range(len(summary.files))
         ]
         _stop_at_first_fault(futures, stop)
@@ -325,7 +323,7 @@ def consolidate_all(
 
 def _crew(job: Job) -> Crew:
     """Return the processors that the files share: a remote storage lets files wait, which leaves all to helpers."""
-    return Crew(job.files_at_once + 1 if job.remote_file_bytes else usable_processors())
+    return crew_of(job.files_at_once + 1 if job.remote_file_bytes else usable_processors())
 
 
 def _stop_at_first_fault(futures: list[Future[FileRecord]], stop: Cancellation) -> None:
