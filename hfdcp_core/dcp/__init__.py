@@ -18,6 +18,12 @@ is decided here: torch's plans are translated into boxes and spans, and their te
     output       the files while they are written
     together     files that appear together
     ranks        what ranks do in step
+    shares       which rank makes which file, of what the others hand over
+    box_run      the boxes of a rank as one run of bytes
+    peers        how ranks reach one another during a save
+    pieces       pieces of tensors that one rank reads of another
+    agreement    when all files of all ranks are whole, or what went wrong first
+    hand_over    files that single ranks make
     writer       HuggingFaceStorageWriter
 """
 

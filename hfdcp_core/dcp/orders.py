@@ -13,10 +13,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import Catalog, Shard, Span, TensorSpec
+from hfdcp_core.dcp.peers import Address
 from hfdcp_core.dcp.tensors import logical_shape, stored_name, torch_shape
 from hfdcp_core.errors import PlanError, UnknownDtype
 from hfdcp_core.layout import Part, Target, lay_out, lay_out_shards, shard_name
-from hfdcp_core.plan import reshard
+from hfdcp_core.plan import FilePlan, reshard
 from hfdcp_core.recipe import Definition
 
 Key = tuple[str, tuple[int, ...]]
@@ -56,6 +57,34 @@ class OrderedFile:
 
 
 @dataclass(frozen=True, slots=True)
+class HandedBox:
+    """A box that a rank has for whoever makes the file that it belongs to."""
+
+    key: Key
+    """Which box."""
+    shape: tuple[int, ...]
+    """Its extents, as torch counts."""
+    start: int
+    """Its first byte in the run of the rank's boxes."""
+    nbytes: int
+    """How many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A rank's part in files that single ranks make of what all hand over."""
+
+    rank: int
+    """Its number."""
+    boxes: tuple[HandedBox, ...]
+    """What it hands over."""
+    plans: tuple[FilePlan, ...]
+    """The files that it makes; they name the ranks' runs as files of their source."""
+    addresses: tuple[Address, ...] = ()
+    """Where each rank listens."""
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
     """What one rank writes."""
 
@@ -67,6 +96,8 @@ class Order:
     """Whether the files are shards on the way to whole tensors."""
     leave: bool = False
     """Whether the files are left under temporary names, for the first rank to let them appear."""
+    share: Share | None = None
+    """Its part in files that single ranks make; None where it writes its boxes itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +187,8 @@ def whole_target(
     return target, orders
 
 
-def _box(dtype: str, key: Key, shape: tuple[int, ...]) -> Box:
+def box_of(dtype: str, key: Key, shape: tuple[int, ...]) -> Box:
+    """Return a box that torch counts, in the elements of safetensors."""
     return Box(logical_shape(dtype, key[1]), logical_shape(dtype, shape))
 
 
@@ -166,7 +198,7 @@ def _held(ranks: Sequence[Boxes], specs: Mapping[str, TensorSpec]) -> Catalog:
     for rank, boxes in enumerate(ranks):
         for number, (key, shape) in enumerate(zip(boxes.keys, boxes.shapes, strict=True)):
             spec = specs[key[0]]
-            box = _box(spec.dtype, key, shape)
+            box = box_of(spec.dtype, key, shape)
             shards.append(Shard(key[0], boxes.specs[key[0]].dtype, box, Span(f"rank {rank}", number, number + 1)))
     return Catalog("live", dict(specs), tuple(shards))
 
@@ -200,7 +232,7 @@ def sharded_target(
             turn = seen.setdefault(name, 0)  # a file holds one box of a name: further ones go to further files
             seen[name] += 1
             path = shard_name(rank + 1 + turn * world, mapping[name] if mapping else 1, count)
-            box = _box(spec.dtype, key, shape)
+            box = box_of(spec.dtype, key, shape)
             groups.setdefault(path, []).append(Part(Definition(name, spec, name), box))
             owners[path] = rank
     part = None if len(ranks) == world else (first + 1, world if len(groups) == 1 else 0)

@@ -6,8 +6,10 @@ is no stage of shards, no second pass, and no rank ever holds a whole tensor. Th
 ranks have written; an index and, last of all, a manifest say that the output is complete. A rank that fails leaves an
 older checkpoint in the folder as it was.
 
-Ranks write to one file where all of them run on one machine and save to its disk. Elsewhere, and without collectives,
-they write shards below the output, and those are consolidated and removed when all are there; the log says so.
+Ranks write to one file where all of them run on one machine and save to its disk. On any other storage but a disk each
+file is made by one rank, to which the others hand over what they have, piece by piece. On a disk that several machines
+see, without collectives, and where ranks do not reach one another, they write shards below the output, and those are
+consolidated and removed when all are there; the log says so.
 
 What a rank raises comes out of ``dcp.save`` on every rank as ``CheckpointException`` of
 `torch.distributed.checkpoint.api` (a ``BaseException``): its text has our message, and ``failures`` our error by rank.
@@ -19,7 +21,9 @@ import hashlib
 import logging
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -32,11 +36,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from hfdcp_core.consolidate import Creator
+from hfdcp_core.dcp.agreement import Leader
 from hfdcp_core.dcp.consolidation import consolidate_safetensors_files
+from hfdcp_core.dcp.hand_over import HandOver, Tensors, lead
 from hfdcp_core.dcp.orders import (
     Boxes,
     Key,
     Order,
+    Share,
     boxes_of,
     in_one_piece,
     is_tensor,
@@ -45,9 +52,11 @@ from hfdcp_core.dcp.orders import (
     whole_target,
 )
 from hfdcp_core.dcp.output import Made, SharedOutput, make_own_files, write_shared
+from hfdcp_core.dcp.peers import Peer
 from hfdcp_core.dcp.ranks import Ranks
+from hfdcp_core.dcp.shares import shared_out
 from hfdcp_core.dcp.together import Together, complete, withdraw
-from hfdcp_core.errors import HfdcpError, PlanError, UsageError
+from hfdcp_core.errors import HfdcpError, PlanError, StorageError, UsageError
 from hfdcp_core.layout import Target, is_shard_name
 from hfdcp_core.manifest import INDEX_PATH, FileRecord, Manifest
 from hfdcp_core.store import LocalStore, Sink, open_store
@@ -131,6 +140,9 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         self._apart = None if consolidated_output_path is None else os.fspath(consolidated_output_path)
         self._place(path)
         self._shared: SharedOutput | None = None
+        self._hand_over: HandOver | None = None
+        self._leader: Leader | None = None
+        self._former: frozenset[str] = frozenset()
         self._held: Together | None = None
         self._target: Target | None = None
 
@@ -159,6 +171,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         """Turn to another folder where one is named; what an earlier save left unfinished is given up."""
         super().reset(None)
         self._give_up()
+        self._listen_no_more()
         if checkpoint_id and os.fspath(checkpoint_id) != os.fspath(self.path):
             self._place(checkpoint_id)
 
@@ -166,7 +179,14 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         for unfinished in (self._shared, self._held):
             if unfinished is not None:
                 unfinished.abort()
-        self._shared = self._held = self._target = None
+        if self._leader is not None:
+            self._leader.close()
+        self._shared = self._held = self._target = self._leader = None
+
+    def _listen_no_more(self) -> None:
+        hand_over, self._hand_over = self._hand_over, None
+        if hand_over is not None:
+            hand_over.close()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
@@ -180,8 +200,14 @@ class HuggingFaceStorageWriter(FileSystemWriter):
     # ---- planning ---------------------------------------------------------------------------------------------------
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Say on which machine this rank runs."""
-        return replace(plan, storage_data=platform.node())
+        """Say on which machine this rank runs, and where others reach it if it may have to hand something over."""
+        self._listen_no_more()
+        many = self.use_collectives and dist.is_initialized() and dist.get_world_size() > 1
+        if many and self._whole and not isinstance(self._sink(), LocalStore):
+            with suppress(OSError):
+                self._hand_over = HandOver()
+                weakref.finalize(self, self._hand_over.close)
+        return replace(plan, storage_data=self._hand_over.peer if self._hand_over else Peer(platform.node()))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Lay out the files, and tell every rank what it writes.
@@ -196,13 +222,13 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         skipped = sorted({item.index.fqn for plan in plans for item in plan.items if not is_tensor(item)})
         if skipped:
             _LOG.warning("%s: no tensors, so not in the weights: %s", self.path, ", ".join(skipped))
-        near = isinstance(self._sink(), LocalStore) and {plan.storage_data for plan in plans} == {platform.node()}
-        orders = self._orders(ranks, near=near)
+        orders = self._orders(ranks, [plan.storage_data for plan in plans])
         self._sink().sweep()  # what a save that failed has left
         return [replace(plan, storage_data=order) for plan, order in zip(plans, orders, strict=True)]
 
-    def _orders(self, ranks: Sequence[Boxes], *, near: bool) -> list[Order]:
-        """Lay out the files; ``near``: all ranks see one disk."""
+    def _orders(self, ranks: Sequence[Boxes], peers: Sequence[Peer]) -> list[Order]:
+        """Lay out the files, in the best way that there is."""
+        near = isinstance(self._sink(), LocalStore) and {peer.host for peer in peers} == {platform.node()}
         world = len(ranks) if self.use_collectives or not dist.is_initialized() else dist.get_world_size()
         together = len(ranks) == world
         if self._whole and together:
@@ -215,6 +241,8 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             if near and isinstance(sink := self._sink(), LocalStore):
                 self._target, self._shared = target, SharedOutput(sink, target)
                 return [self._shared.shared(order) for order in orders]
+            if handed := self._handed(ranks, peers, target, orders):
+                return handed
         if self._whole:
             _LOG.warning("%s: the ranks write shards first, to be consolidated when all are there", self.path)
         self._target, orders = sharded_target(
@@ -226,6 +254,25 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         )
         return [replace(order, staged=self._whole, leave=near and together) for order in orders]
 
+    def _handed(
+        self, ranks: Sequence[Boxes], peers: Sequence[Peer], target: Target, orders: Sequence[Order]
+    ) -> list[Order] | None:
+        """Let each file be made by one rank; None where ranks cannot hand anything over."""
+        if self._hand_over is None or len(ranks) == 1:
+            return None
+        sink = self._sink()
+
+        def before_go() -> None:
+            self._former = withdraw(sink)
+
+        try:
+            self._leader, handed = lead(peers, shared_out(ranks, target, orders), before_go)
+        except StorageError as error:
+            _LOG.warning("%s: the ranks cannot hand over to one another: %s", self.path, error)
+            return None
+        self._target = target
+        return handed
+
     # ---- writing ----------------------------------------------------------------------------------------------------
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -236,16 +283,30 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         """
         order: Order = plan.storage_data
         items = [item for item in plan.items if is_tensor(item)]
-        tensors = {key_of(item): _tensor(planner, item) for item in items}
+
+        def resolve() -> Tensors:
+            return {key_of(item): _tensor(planner, item) for item in items}
+
         made: list[Made] = []
+        if order.share is not None:
+            tensors = self._make_share(order.share, resolve)
+            return _done(_results(items, order, tensors, made))
+        self._listen_no_more()
+        tensors = resolve()
         if any(file.shared for file in order.files):
             write_shared(order, tensors)
         else:
             sink: Creator = self._held or self._sink(staged=order.staged)
             made = make_own_files(sink, order, tensors, leave=order.leave)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(_results(items, order, tensors, made))
-        return done
+        return _done(_results(items, order, tensors, made))
+
+    def _make_share(
+        self, share: Share, tensors: Callable[[], Mapping[Key, torch.Tensor]]
+    ) -> Mapping[Key, torch.Tensor]:
+        hand_over, self._hand_over = self._hand_over, None
+        if hand_over is None:
+            raise PlanError("this rank planned to hand over its tensors, but not with this writer")
+        return hand_over.make(share, tensors, self._sink())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Let everything appear, with an index and a manifest; called on the first rank, when all have written.
@@ -256,7 +317,9 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         del metadata  # its storage data would name temporary places
         made = [result.storage_data.made for some in results for result in some if result.storage_data.made]
         try:
-            if self._held is not None or self._shared is not None:
+            if self._leader is not None:
+                self._appear_handed(self._leader.records)
+            elif self._held is not None or self._shared is not None:
                 self._appear_whole(made)
             elif self._whole:
                 self._consolidate(made)
@@ -275,6 +338,18 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             files.commit()
             manifest = _manifest(self._target, records, self.save_id)
             complete(sink, manifest if records else None, self._target.index or b"", former)
+
+    def _appear_handed(self, records: Sequence[FileRecord]) -> None:
+        """Name the files that ranks made, which are all there; what named an older output is gone already."""
+        sink = self._sink()
+        found = sink.stamps(record.path for record in records)
+        unseen = [
+            record.path for record in records if record.path not in found or found[record.path].size != record.size
+        ]
+        StorageError.raise_for(f"{sink.url}: rank 0 does not see what other ranks wrote", unseen)
+        if self._target is not None:
+            manifest = _manifest(self._target, records, self.save_id)
+            complete(sink, manifest, self._target.index or b"", self._former)
 
     def _appear_sharded(self, made: Sequence[Made]) -> None:
         sink = self._sink()
@@ -316,6 +391,12 @@ class HuggingFaceStorageWriter(FileSystemWriter):
     def metadata_path(self) -> str:
         """Name of the index."""
         return INDEX_PATH
+
+
+def _done(results: list[WriteResult]) -> Future[list[WriteResult]]:
+    done: Future[list[WriteResult]] = Future()
+    done.set_result(results)
+    return done
 
 
 def _tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
