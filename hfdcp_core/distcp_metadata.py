@@ -14,9 +14,11 @@ which file hold the chunk at some offset) and `planner_data` (where a flat name 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import add, le
+from typing import TypeVar, cast
 
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import TORCH_SAVE, TORCH_SAVE_ZSTD, ObjectItem, Shard, Skipped, Span, TensorSpec
@@ -31,6 +33,10 @@ from hfdcp_core.distcp_records import (
     StorageRecord,
     TensorRecord,
     TorchDtype,
+    are,
+    are_counts,
+    are_places,
+    columns,
     described,
     named,
 )
@@ -38,6 +44,10 @@ from hfdcp_core.distcp_scan import Budget
 from hfdcp_core.dtypes import Dtype, dtype_named, dtype_of_torch
 from hfdcp_core.errors import UnknownDtype, UnknownFormat
 
+_BLOCK = 1 << 12
+"""Records that are looked at together."""
+_MOST_KNOWN = 1 << 15
+"""Boxes that are remembered to be used again."""
 _RESERVED = "__metadata__"
 _VERSION = "1"
 _METADATA_FIELDS = ["state_dict_metadata", "storage_data", "planner_data", "storage_meta", "version", "mcore_data"]
@@ -87,12 +97,22 @@ class DcpMetadata:
     """Files whose items have no room for an archive, and where the last item is said to start."""
 
 
+_Boxes = dict[tuple[int, ...], Box | None]
+_Known = dict[tuple[tuple[int, ...], tuple[int, ...]], Box]
+"""Boxes by offset and shape: ranks cut most tensors in the same way."""
+_Item = TypeVar("_Item")
+
+
+_Stored = tuple[str, str, int, int, object, object]
+"""An item of storage_data: name, path, start, length, place (looked at where the name is a tensor's), transforms."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Tensor:
     """One tensor, while its items are being found."""
 
     spec: TensorSpec
-    boxes: dict[tuple[int, ...], Box | None]
+    boxes: _Boxes
     """Its stored boxes by their offset in torch's elements; None once the item was met."""
 
 
@@ -161,6 +181,7 @@ def _entries(fields: Fields, value: object) -> tuple[dict[str, _Tensor], list[Sk
     tensors: dict[str, _Tensor] = {}
     skipped: list[Skipped] = []
     unsupported: dict[str, str] = {}
+    known: _Known = {}
     for fqn, entry in fields.mapping(value, "state_dict_metadata"):
         if isinstance(entry, BytesRecord):
             fields.pay(_ENTRY_BYTES + len(fqn))
@@ -168,7 +189,7 @@ def _entries(fields: Fields, value: object) -> tuple[dict[str, _Tensor], list[Sk
             continue
         fields.about = fqn
         try:
-            tensors[fqn] = _tensor(fields, fqn, entry)
+            tensors[fqn] = _tensor(fields, fqn, entry, known)
         except UnknownDtype as unfit:
             fields.pay(_REASON_BYTES + len(fqn))
             unsupported[fqn] = unfit.message
@@ -176,7 +197,7 @@ def _entries(fields: Fields, value: object) -> tuple[dict[str, _Tensor], list[Sk
     return tensors, skipped, unsupported
 
 
-def _tensor(fields: Fields, fqn: str, entry: object) -> _Tensor:
+def _tensor(fields: Fields, fqn: str, entry: object, known: _Known) -> _Tensor:
     properties, size, listed = fields.values(entry, TensorRecord, _TENSOR_FIELDS)
     extents = fields.counts(size, "size")
     chunks = fields.sequence(listed, "chunks")
@@ -185,10 +206,43 @@ def _tensor(fields: Fields, fqn: str, entry: object) -> _Tensor:
         raise UnknownDtype("safetensors cannot hold a tensor of that name")
     if dtype.packed > 1 and not extents:
         raise UnknownDtype(f"torch.{dtype.torch} without a dimension: its elements are halves of bytes")
-    boxes: dict[tuple[int, ...], Box | None] = {}
+    boxes: _Boxes = {}
     anew = 2 * _NUMBER_BYTES * len(extents) if dtype.packed > 1 else 0
     fields.pay(_TENSOR_BYTES + anew + (_BOX_BYTES + anew) * len(chunks))
     fields.budget.lend(_TENSOR_LENT + _BOX_LENT * (len(chunks) - 1))
+    for block in _blocks(chunks):
+        plain = _plain_boxes(block, extents, known) if dtype.packed == 1 else {}
+        if len(plain) == len(block) and plain.keys().isdisjoint(boxes):
+            boxes |= plain
+        else:
+            _add_boxes(fields, boxes, block, (extents, dtype))
+    return _Tensor(TensorSpec(dtype.name, _logical(extents, dtype)), boxes)
+
+
+def _blocks(items: Iterable[_Item]) -> Iterator[list[_Item]]:
+    rest = iter(items)
+    while block := list(itertools.islice(rest, _BLOCK)):
+        yield block
+
+
+def _plain_boxes(chunks: list[object], extents: tuple[int, ...], known: _Known) -> _Boxes:
+    """Return the boxes by their offset, looked at by columns; fewer than the chunks where one needs a closer look."""
+    offsets, sizes = columns(chunks, ChunkRecord, _CHUNK_FIELDS) or ((), ())
+    if not are_places(offsets) or not are_places(sizes) or {*map(len, offsets), *map(len, sizes)} != {len(extents)}:
+        return {}
+    for first, length, extent in zip(zip(*offsets, strict=True), zip(*sizes, strict=True), extents, strict=True):
+        if max(map(add, first, length)) > extent:
+            return {}
+    cuts = list(zip(offsets, sizes, strict=True))
+    if len(known) > _MOST_KNOWN:
+        known.clear()
+    known.update((cut, Box(*cut)) for cut in cuts if cut not in known)
+    return dict(zip(offsets, map(known.__getitem__, cuts), strict=True))
+
+
+def _add_boxes(fields: Fields, boxes: _Boxes, chunks: Iterable[object], whole: tuple[tuple[int, ...], Dtype]) -> None:
+    """Add the boxes of chunks one by one, and say what is wrong with one."""
+    extents, dtype = whole
     for chunk in chunks:
         offset, sizes = _chunk(fields, chunk, extents)
         box, other = Box(_logical(offset, dtype), _logical(sizes, dtype)), boxes.get(offset)
@@ -196,7 +250,6 @@ def _tensor(fields: Fields, fqn: str, entry: object) -> _Tensor:
             fields.fail(f"two chunks at one offset, {other} and {box}")
         if not other or box.volume:
             boxes[offset] = box
-    return _Tensor(TensorSpec(dtype.name, _logical(extents, dtype)), boxes)
 
 
 def _dtype(fields: Fields, properties: object) -> Dtype:
@@ -223,13 +276,12 @@ def _logical(numbers: tuple[int, ...], dtype: Dtype) -> tuple[int, ...]:
 
 def _shards(fields: Fields, value: object, items: _Items) -> Iterator[Shard]:
     """Yield the shards that hold an element, and note in ``items`` what else is seen on the way."""
-    for key, stored in fields.items(value, "storage_data"):
-        fields.about = None
-        fields.pay(_ITEM_BYTES)
-        fqn, _, offset = fields.values(key, IndexRecord, _INDEX_FIELDS)
-        fields.about = name = fields.text(fqn, "storage_data: a key's fqn")
-        path, start, length, transforms = fields.values(stored, StorageRecord, _STORAGE_FIELDS)
-        span = _span(fields, (path, start, length), items.extents)
+    for name, path, start, length, offset, transforms in _stored(fields, value, items.tensors):
+        fields.about = name
+        stop = start + length
+        if stop > items.extents.get(path, -1):
+            _extend(fields, items.extents, path, stop)
+        span = Span(path, start, stop)
         tensor = items.tensors.get(name)
         if tensor is None:
             if name not in items.others:
@@ -244,25 +296,61 @@ def _shards(fields: Fields, value: object, items: _Items) -> Iterator[Shard]:
                 items.claimed.add(name)
                 items.objects.append(ObjectItem(_printable(name), span, encoding))
             continue
-        box = _claim(fields, tensor, offset)
-        _note_place(items, span, tensor.spec.dtype, box)
+        box = _claim(fields, tensor, cast("tuple[int, ...]", offset))
+        dtype = tensor.spec.dtype
+        _note_place(items, span, dtype, box)
         if transforms and (names := _listed(fields, transforms)) != _ZSTD:
             reason = f"its items are stored transformed by {', '.join(map(named, names))}"
             items.unsupported.setdefault(name, reason)
-        if box.volume:
-            yield Shard(name, tensor.spec.dtype, box, span, TORCH_SAVE_ZSTD if transforms else TORCH_SAVE)
+        if 0 not in box.shape:
+            yield Shard(name, dtype, box, span, TORCH_SAVE_ZSTD if transforms else TORCH_SAVE)
+
+
+def _stored(fields: Fields, value: object, tensors: Container[str]) -> Iterator[_Stored]:
+    """Yield the items that are stored."""
+    for block in _blocks(fields.items(value, "storage_data")):
+        fields.about = None
+        fields.pay(_ITEM_BYTES * len(block))
+        yield from _plain_items(block) or (_item(fields, key, stored, tensors) for key, stored in block)
+
+
+def _plain_items(block: list[tuple[object, object]]) -> Iterator[_Stored] | None:
+    """Return items that are looked at by columns; None where one needs a closer look."""
+    keys, values = zip(*block, strict=True)
+    indices, stored = columns(keys, IndexRecord, _INDEX_FIELDS), columns(values, StorageRecord, _STORAGE_FIELDS)
+    if indices is None or stored is None:
+        return None
+    (names, _, offsets), (paths, starts, lengths, transforms) = indices, stored
+    if not (are(names, str) and are(paths, str) and are_counts(starts) and are_counts(lengths) and are_places(offsets)):
+        return None
+    return zip(names, paths, starts, lengths, offsets, transforms, strict=True)
+
+
+def _item(fields: Fields, key: object, value: object, tensors: Container[str]) -> _Stored:
+    """Return one item, or say what is wrong with it."""
+    fields.about = None
+    fqn, _, offset = fields.values(key, IndexRecord, _INDEX_FIELDS)
+    fields.about = name = fields.text(fqn, "storage_data: a key's fqn")
+    path, start, length, transforms = fields.values(value, StorageRecord, _STORAGE_FIELDS)
+    span = (
+        fields.text(path, "relative_path"),
+        fields.count(start, "an item's offset"),
+        fields.count(length, "an item's length"),
+    )
+    if name in tensors:
+        offset = fields.counts(offset, "an item's place in its tensor")
+    return name, *span, offset, transforms
 
 
 def _note_place(items: _Items, span: Span, dtype: str, box: Box) -> None:
     if span.start >= items.starts.get(span.path, 0):
         items.starts[span.path] = span.start
-    if span.length * 8 != dtype_named(dtype).bits * box.volume:
+    if span.path not in items.archives and span.length * 8 != dtype_named(dtype).bits * box.volume:
         items.archives.add(span.path)
 
 
-def _claim(fields: Fields, tensor: _Tensor, value: object) -> Box:
+def _claim(fields: Fields, tensor: _Tensor, offset: tuple[int, ...]) -> Box:
     """Return the box at an offset, which no other item may have claimed."""
-    offset = fields.counts(value, "an item's place in its tensor")
     box = tensor.boxes.get(offset)
     if box is None:
         met = offset in tensor.boxes
@@ -273,24 +361,18 @@ def _claim(fields: Fields, tensor: _Tensor, value: object) -> Box:
     return box
 
 
-def _span(fields: Fields, stored: tuple[object, object, object], extents: dict[str, int]) -> Span:
-    """Return where an item lies, and note how far its file must reach."""
-    path = fields.text(stored[0], "relative_path")
-    start, length = fields.count(stored[1], "an item's offset"), fields.count(stored[2], "an item's length")
-    reached = extents.get(path)
-    if reached is None:
+def _extend(fields: Fields, extents: dict[str, int], path: str, stop: int) -> None:
+    """Note how far a file must reach; a path that is new is looked at."""
+    if path not in extents:
         fields.pay(_PATH_BYTES)
-    if reached is None and (
-        len(path) > _MOST_PATH
-        or "\0" in path
-        or _printable(path) != path
-        or not {"", ".", ".."}.isdisjoint(path.split("/"))
-    ):
-        fields.fail(f"relative_path: {named(path)} is no path inside the checkpoint")
-    stop = start + length
-    if reached is None or reached < stop:
-        extents[path] = stop
-    return Span(path, start, stop)
+        if (
+            len(path) > _MOST_PATH
+            or "\0" in path
+            or _printable(path) != path
+            or not {"", ".", ".."}.isdisjoint(path.split("/"))
+        ):
+            fields.fail(f"relative_path: {named(path)} is no path inside the checkpoint")
+    extents[path] = stop
 
 
 def _listed(fields: Fields, value: object) -> list[str]:

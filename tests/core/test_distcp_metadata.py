@@ -1,3 +1,4 @@
+import itertools
 import pickle
 from pathlib import PurePosixPath
 
@@ -257,6 +258,80 @@ def test_fields_in_another_order_or_beside_others_are_found() -> None:
     metadata.__dict__.clear()
     metadata.__dict__.update({"new": 1} | state)
     assert read(metadata) == read(good())
+
+
+def many() -> Metadata:
+    """More boxes and items than are looked at together, all alike: they are looked at by columns."""
+    tensors = {f"w{number}": tensor((5000 + number, 3), rows(5000)) for number in range(2)}
+    stored = (
+        item(fqn, offset, 10 * place, f"__{number}_0.distcp")
+        for number, fqn in enumerate(tensors)
+        for place, (offset, _) in enumerate(rows(5000))
+    )
+    return Metadata(tensors, None, dict(stored))
+
+
+def rows(count: int) -> Chunks:
+    return [((row, 0), (1, 3)) for row in range(count)]
+
+
+def test_what_is_looked_at_by_columns_reads_as_what_is_looked_at_one_by_one() -> None:
+    by_columns = read(many())
+    one_by_one = many()
+    for place in (0, 4096, 8192):  # an entry that is no tensor has no place in one
+        stored = list(one_by_one.storage_data.items())
+        one_by_one.storage_data = dict([*stored[:place], item(f"note{place}", None, 10 * place, "n"), *stored[place:]])
+        one_by_one.state_dict_metadata[f"note{place}"] = BytesStorageMetadata()
+    assert len(by_columns.shards) == 10_000
+    assert by_columns.shards == read(one_by_one).shards
+    assert by_columns.extents == {"__0_0.distcp": 50_000, "__1_0.distcp": 50_000}
+
+
+def test_a_box_that_two_items_claim_is_found_among_many() -> None:
+    metadata = many()
+    metadata.storage_data = [*itertools.chain.from_iterable(metadata.storage_data.items()), *item("w1", (7, 0))]
+    with pytest.raises(CorruptFile, match=r"'w1': two items at \[7, 0\]"):
+        read(metadata)
+
+
+def test_two_boxes_at_one_place_are_found_among_many() -> None:
+    metadata = many()
+    metadata.state_dict_metadata["w0"].chunks.append(ChunkStorageMetadata(torch.Size((7, 0)), torch.Size((2, 3))))
+    with pytest.raises(CorruptFile, match=r"'w0': two chunks at one offset, \[7:8, 0:3\] and \[7:9, 0:3\]"):
+        read(metadata)
+
+
+def test_very_many_different_boxes_are_read_though_not_all_are_remembered() -> None:
+    found = read(Metadata({"w": tensor((40_000, 3), rows(40_000))}, None, dict([item("w", (39_999, 0))])))
+    assert [shard.box for shard in found.shards] == [Box((39_999, 0), (1, 3))]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("w.chunks[5].offsets = (True, 0)", r"'w0': a chunk's offsets: expected counts, found \[True, 0\]"),
+        ("w.chunks[5].sizes = (9999, 3)", r"a chunk of sizes \[9999, 3\] at \[5, 0\] is outside of its shape"),
+        ("info.offset = -1", "an item's offset: expected a count, found -1"),
+        ("info.__dict__.pop('length')", "an item's length: expected a count, found nothing"),
+        ("put(index, 'offset', (0.0, 0))", r"an item's place in its tensor: expected counts, found \[0.0, 0\]"),
+    ],
+)
+def test_one_that_is_not_like_the_many_others_is_named(change: str, message: str) -> None:
+    metadata = many()
+    index, info = next(iter(metadata.storage_data.items()))
+    names = {"w": metadata.state_dict_metadata["w0"], "index": index, "info": info, "put": object.__setattr__}
+    exec(change, names)
+    with pytest.raises(CorruptFile, match=message):
+        read(metadata)
+
+
+def test_fields_in_another_order_are_found_in_every_record() -> None:
+    metadata = many()
+    for info in metadata.storage_data.values():
+        state = dict(reversed(vars(info).items()))
+        info.__dict__.clear()
+        info.__dict__.update(state)
+    assert read(metadata) == read(many())
 
 
 @pytest.mark.parametrize("version", ["1.0.0", "1.7", None], ids=repr)

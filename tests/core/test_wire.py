@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -472,4 +473,6 @@ def typed(value: object) -> bool:
         return all(map(typed, value))
     if isinstance(value, dict):
         return all(type(key) is str for key in value) and all(map(typed, value.values()))
+    if type(value) is float:
+        return math.isfinite(value)
     return value is None or type(value) in {bool, int, str, bytes}
