@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import Catalog, Shard, TensorSpec
+from hfdcp_core.dcp.measured import Range
 from hfdcp_core.dcp.metadata import StoredShard
 from hfdcp_core.dcp.reader import HuggingFaceStorageReader
 from hfdcp_core.dcp.shard_file import ShardFile, read_box
@@ -120,6 +121,9 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         metadata.state_dict_metadata[name] = TensorStorageMetadata(
             TensorProperties(dtype=self.target_dtype), shape, [ChunkStorageMetadata(start, shape)]
         )
+
+    def _range_of(self, request: ReadItem) -> Range | None:
+        return None if request.storage_index.fqn in self._made else super()._range_of(request)
 
     def _process_read_request(self, f: ShardFile, req: ReadItem, planner: LoadPlanner) -> None:
         operation = self._made.get(req.storage_index.fqn)

@@ -30,14 +30,15 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from hfdcp_core.box import Box
-from hfdcp_core.catalog import Catalog, Shard
-from hfdcp_core.dcp.measured import MeasuredSource, ReadReport
+from hfdcp_core.catalog import RAW, Catalog, Shard
+from hfdcp_core.dcp.measured import SMALL_BYTES, WASTE, MeasuredSource, Range, ReadReport, joined
 from hfdcp_core.dcp.metadata import StoredShard, metadata_of
-from hfdcp_core.dcp.shard_file import ShardFile, read_box
+from hfdcp_core.dcp.shard_file import ShardFile, read_box, view_of
 from hfdcp_core.dcp.tensors import keeps_values, memory_of
 from hfdcp_core.errors import HfdcpError, PlanError, UsageError
 from hfdcp_core.gather import gather
 from hfdcp_core.store import Source, open_store
+from hfdcp_core.windows import Lattice
 
 _LOG = logging.getLogger(__name__)
 THREADS = 8
@@ -194,15 +195,50 @@ class HuggingFaceStorageReader(FileSystemReader):
             stored: StoredShard = self.storage_data[request.storage_index]
             self._process_read_request(opened[stored.relative_path], request, planner)
 
-        requests = sorted(plan.items, key=self._place)
+        def read_joined(whole: Range, requests: list[ReadItem]) -> None:
+            # half of it for what a request makes of its part on the way into a tensor of another dtype
+            with self._budget.taken(2 * whole.nbytes), measured.holding(whole):
+                for request in requests:
+                    read(request)
+
+        together, apart = self._neighbours(plan.items)
         with ThreadPoolExecutor(self.thread_count or THREADS, "hfdcp-read") as pool:
-            list(pool.map(read, requests))
+            futures = [pool.submit(read_joined, whole, requests) for whole, requests in together]
+            futures += [pool.submit(read, request) for request in sorted(apart, key=self._place)]
+            for future in futures:
+                future.result()
         wanted = sum(map(self._wanted_bytes, plan.items))
         self.report = ReadReport(measured.ranges, measured.nbytes, wanted)
         _LOG.info("%s: read %s", self._source.url, self.report)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _neighbours(self, items: list[ReadItem]) -> tuple[list[tuple[Range, list[ReadItem]]], list[ReadItem]]:
+        """Part requests into those that one range of a remote file serves together, and the others."""
+        looked = [(number, self._range_of(request)) for number, request in enumerate(items) if self._source.remote]
+        known = [(number, found) for number, found in looked if found is not None]
+        numbers, small = [], []
+        for number, found in known:
+            if found.nbytes < SMALL_BYTES:
+                numbers.append(number)
+                small.append(found)
+        spare = sum(found.nbytes for _, found in known) // WASTE
+        wholes = joined(small, spare_bytes=spare)
+        together = [(whole, [numbers[at] for at in held]) for whole, held in wholes if len(held) > 1]
+        served = {number for _, held in together for number in held}
+        apart = [request for number, request in enumerate(items) if number not in served]
+        return [(whole, [items[number] for number in held]) for whole, held in together], apart
+
+    def _range_of(self, request: ReadItem) -> Range | None:
+        """Say where a request's bytes lie; None where only reading tells, or where there are none."""
+        shard: Shard = self.storage_data[request.storage_index].shard
+        if shard.encoding != RAW or 0 in request.lengths:
+            return None
+        view = view_of(shard, Box(tuple(request.storage_offsets), tuple(request.lengths)))
+        itemsize = Lattice.of(shard.dtype, shard.box.shape).itemsize
+        start = shard.span.start + view.offset * itemsize
+        return Range(shard.span.path, start, start + view.reach * itemsize)
 
     def _wanted_bytes(self, request: ReadItem) -> int:
         dtype: torch.dtype = self.storage_data[request.storage_index].dtype
@@ -250,21 +286,27 @@ class HuggingFaceStorageReader(FileSystemReader):
 
 
 class _Budget:
-    """Bytes that may be held at once; more than all of them are taken alone."""
+    """Bytes that may be held at once; more than all of them are taken alone. Who holds some may take on."""
 
     def __init__(self, nbytes: int) -> None:
         self._most, self._free = max(nbytes, 1), max(nbytes, 1)
         self._change = threading.Condition()
+        self._mine = threading.local()
 
     @contextmanager
     def taken(self, nbytes: int) -> Iterator[None]:
+        if getattr(self._mine, "holds", False):  # to wait for more here could be to wait for oneself
+            yield
+            return
         share = min(nbytes, self._most)
         with self._change:
             self._change.wait_for(lambda: self._free >= share)
             self._free -= share
+        self._mine.holds = True
         try:
             yield
         finally:
+            self._mine.holds = False
             with self._change:
                 self._free += share
                 self._change.notify_all()

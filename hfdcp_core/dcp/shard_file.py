@@ -98,13 +98,18 @@ def read_box(source: Source, shard: Shard, box: Box, out: torch.Tensor) -> None:
         raise UsageError(f"{shard}: elements cannot be read into a tensor on {out.device} of {out.dtype}")
     if 0 in box.shape:
         return
-    lattice = Lattice.of(shard.dtype, shard.box.shape)  # packed kinds are addressed by the byte, as torch counts them
-    view = Strides(0, box.shape, row_major(lattice.shape)).part(box.offset, box.shape)
+    view = view_of(shard, box)
     scratch = page_aligned(SCRATCH_BYTES)
     payload = open_payload(source, shard, scratch=page_aligned(SCRATCH_BYTES))
     gap = GAP_BYTES if source.remote else 0
     gather_strided(payload.read_into, view, memory, scratch=scratch, gap_bytes=gap)
     payload.check()
+
+
+def view_of(shard: Shard, box: Box) -> Strides:
+    """Return where the elements of a box lie in a shard that is stored row-major."""
+    lattice = Lattice.of(shard.dtype, shard.box.shape)  # packed kinds are addressed by the byte, as torch counts them
+    return Strides(0, box.shape, row_major(lattice.shape)).part(box.offset, box.shape)
 
 
 def _box(where: object, shape: tuple[int, ...]) -> tuple[Box, set[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from hfdcp_core import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from hfdcp_core.errors import CorruptFile, IncompleteCheckpoint, PlanError, UnknownFormat, UsageError
 from hfdcp_core.testing.dropin import blank, differences
+from hfdcp_core.testing.gcs_server import BUCKET, GcsServer
 from hfdcp_core.testing.in_memory import Piece, weights_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -246,3 +247,50 @@ def test_a_writer_and_a_reader_of_ours_meet_on_any_storage() -> None:
         assert differences(load("memory://meet/x", blank(TENSORS)), TENSORS) == []
     finally:
         memory.rm("/meet", recursive=True)
+
+
+# ---- many small tensors on a remote storage -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def norms() -> Iterator[tuple[HuggingFaceStorageReader, dict[str, torch.Tensor]]]:
+    """A model of 300 small tensors and a large one, where each request is a round trip."""
+    tensors = {f"layers.{number}.norm": torch.full((100 + number,), float(number)) for number in range(300)}
+    tensors["layers.7.weight"] = torch.arange(400_000.0).reshape(800, 500)
+    with GcsServer() as server:
+        server.put("norms/model.safetensors", save(tensors))
+        yield HuggingFaceStorageReader(f"gs://{BUCKET}/norms", storage_options=server.options), tensors
+
+
+def test_small_neighbours_are_one_range(norms: tuple[HuggingFaceStorageReader, dict[str, torch.Tensor]]) -> None:
+    reader, tensors = norms
+    state = blank(tensors)
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert differences(state, tensors) == []
+    assert reader.report is not None
+    assert reader.report.ranges <= 3
+    assert reader.report.read_bytes == reader.report.tensor_bytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_small_neighbours_of_another_dtype_need_little_room(
+    norms: tuple[HuggingFaceStorageReader, dict[str, torch.Tensor]],
+) -> None:
+    reader, tensors = norms
+    tight = HuggingFaceStorageReader(reader.path, storage_options=reader._options, memory_bytes=1)
+    state = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in tensors.items()}
+    dcp.load(state, storage_reader=tight, no_dist=True)
+    assert differences(state, {name: tensor.double() for name, tensor in tensors.items()}) == []
+
+
+def test_what_lies_between_small_tensors_is_read_only_where_it_is_little(
+    norms: tuple[HuggingFaceStorageReader, dict[str, torch.Tensor]],
+) -> None:
+    reader, tensors = norms
+    wanted = {name: tensor for number, (name, tensor) in enumerate(tensors.items()) if number % 2 == 0}
+    state = blank(wanted)
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert differences(state, wanted) == []
+    assert reader.report is not None
+    assert reader.report.read_bytes <= 1.05 * reader.report.tensor_bytes
+    assert reader.report.ranges < len(wanted)
+    assert str(reader.report).startswith(f"{reader.report.read_bytes} bytes in {reader.report.ranges} ranges")
