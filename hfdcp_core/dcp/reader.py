@@ -33,6 +33,7 @@ from hfdcp_core.box import Box
 from hfdcp_core.catalog import RAW, Catalog, Shard
 from hfdcp_core.dcp.measured import SMALL_BYTES, WASTE, MeasuredSource, Range, ReadReport, joined
 from hfdcp_core.dcp.metadata import StoredShard, metadata_of
+from hfdcp_core.dcp.ranks import Ranks
 from hfdcp_core.dcp.shard_file import ShardFile, read_box, view_of
 from hfdcp_core.dcp.tensors import keeps_values, memory_of
 from hfdcp_core.errors import HfdcpError, PlanError, UsageError
@@ -158,17 +159,10 @@ class HuggingFaceStorageReader(FileSystemReader):
         return gather(self._source, world_size=self.world_size)
 
     def _shared_catalog(self, group: dist.ProcessGroup) -> Catalog:
-        """Let the first rank of a group read, and the others hear of it."""
-        first = dist.get_global_rank(group, 0)
-        shared: list[Any] = [None]
-        if dist.get_rank() == first:
-            try:
-                shared = [self._catalog()]
-            except HfdcpError as error:
-                shared = [error]
-        dist.broadcast_object_list(shared, src=first, group=group)
-        if isinstance(shared[0], HfdcpError):
-            raise shared[0]
+        """Let the first rank of a group read, and the others hear of it when it has done so, however long it takes."""
+        ranks = Ranks(group)
+        shared: list[Any] = [ranks.own(lambda: self._catalog() if ranks.rank == 0 else None)]
+        dist.broadcast_object_list(shared, src=dist.get_global_rank(group, 0), group=group)
         found: Catalog = shared[0]
         return found
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,11 @@ from hfdcp_core import (
     StridedLoadPlanner,
     StridedSavePlanner,
 )
+from hfdcp_core.dcp.ranks import Ranks
 
 WORLD = 2
+PATIENCE_S = 3
+"""How long a collective of a group waits."""
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 WHOLE = torch.arange(96.0).reshape(12, 8)
 
@@ -118,6 +123,23 @@ def the_end_moves_nothing(path: Path) -> str:
     return right(seen == [] if dist.get_rank() else seen[0] < (1 << 20))
 
 
+def slow(path: Path) -> str:
+    """Let one rank be slower than the group's patience, reading metadata and consolidating."""
+    group = dist.new_group(timeout=timedelta(seconds=PATIENCE_S))
+
+    class Slow(HuggingFaceStorageReader):
+        def _catalog(self) -> Any:
+            time.sleep(PATIENCE_S + 1)
+            return super()._catalog()
+
+    state = {"w": cut(WHOLE, 0)}
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(path, save_distributed=True))
+    found = {"w": cut(torch.zeros(12, 8), 1)}
+    dcp.load(found, storage_reader=Slow(path, process_group=group))
+    made = Ranks(group).own(lambda: time.sleep((PATIENCE_S + 1) * dist.get_rank()))
+    return right(is_cut_of(found["w"], WHOLE) and made is None)
+
+
 ONE_PASS = {"save_distributed": True, "enable_consolidation": True}
 CASES: dict[str, Callable[[Path], str]] = {
     "experts in four bits into parts": experts_into_parts,
@@ -126,6 +148,7 @@ CASES: dict[str, Callable[[Path], str]] = {
     "strided columns, whole": lambda path: strided(path, ONE_PASS, 1, 2),
     "strided over two dimensions of a mesh": over_two_dimensions,
     "the end of a save moves no tensors": the_end_moves_nothing,
+    "a rank that is slower than a group's patience": slow,
 }
 
 

@@ -17,6 +17,7 @@ CASES = [
     "strided columns, whole",
     "strided over two dimensions of a mesh",
     "the end of a save moves no tensors",
+    "a rank that is slower than a group's patience",
 ]
 
 
