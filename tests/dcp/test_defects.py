@@ -83,16 +83,22 @@ EVERY_DTYPE = {
         for name in ("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "complex64")
     },
     "bool": torch.arange(8) % 2 == 0,
+    **(
+        {"float4_e2m1fn_x2": torch.arange(64, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}
+        if hasattr(torch, "float4_e2m1fn_x2")  # from torch 2.8 on
+        else {}
+    ),
 }
 
 
 @pytest.mark.parametrize("name", EVERY_DTYPE)
 def test_no_dtype_is_refused_or_changed_by_consolidation(name: str, tmp_path: Path) -> None:
     """torch refuses integers with a TypeError, misjudges the size of complex numbers, and lacks the rarer fp8."""
-    state = {"t": EVERY_DTYPE[name], "scalar": EVERY_DTYPE[name][3].clone()}
+    few = EVERY_DTYPE[name][3:4] if "float4" in name else EVERY_DTYPE[name][3]  # two of F4 are torch's one
+    state = {"t": EVERY_DTYPE[name], "few": few.clone()}
     save(tmp_path / "shards", state, **SHARDED)
     assert differences(load(tmp_path / "shards", blank(state)), state) == []
-    consolidate_safetensors_files(tmp_path / "shards", tmp_path / "whole", {"t": 1, "scalar": 1})
+    consolidate_safetensors_files(tmp_path / "shards", tmp_path / "whole", {"t": 1, "few": 1})
     assert differences(whole_of(tmp_path / "whole"), state) == []
 
 
