@@ -180,6 +180,8 @@ class Leader:
         Raises:
             StorageError: One does not.
         """
+        with self._change:
+            self._tried.clear()
         for rank, addresses in wanted.items():
             self._lines[rank].say({"say": "try", "peers": [asdict(address) for address in addresses]})
         with self._change:

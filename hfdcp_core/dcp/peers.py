@@ -90,7 +90,8 @@ class Listener:
         self._doors = [door for door in (near, far) if door]
         self.peer = Peer(platform.node(), self._address_of(near), self._address_of(far) if far else None)
         """What others need to know."""
-        threading.Thread(target=self._accept, name="hfdcp-listen", daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, name="hfdcp-listen", daemon=True)
+        self._thread.start()
 
     def _address_of(self, door: socket.socket) -> Address:
         host, port, *_ = door.getsockname()
@@ -149,6 +150,8 @@ class Listener:
         self._wake.sendall(_YES)
         for sock in served:
             hang_up(sock)
+        if threading.current_thread() is not self._thread:  # as the collector of garbage may have it
+            self._thread.join()
 
 
 def connect(address: Address, purpose: bytes) -> socket.socket:

@@ -77,9 +77,14 @@ def memory_of(tensor: torch.Tensor) -> Array | None:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's elements as row-major bytes: its own memory where that is so already, else a copy."""
+    """Return a tensor's elements as row-major bytes: its own memory where that is so already, else a copy.
+
+    >>> len(bytes_of(torch.zeros(4, 6).t()[:1, :1]))
+    4
+    """
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    flat = plain.as_strided((plain.numel(),), (1,))  # reshape would keep the odd stride of a single element
+    return flat.view(torch.uint8).numpy().data
 
 
 def windows_of(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
