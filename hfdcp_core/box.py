@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import add
 from typing import Self
 
 
@@ -34,14 +36,15 @@ class Box:
             raise ValueError(f"a box has no negative numbers: {self.offset}, {self.shape}")
 
     @classmethod
+    @functools.lru_cache(maxsize=4096)
     def whole(cls, shape: tuple[int, ...]) -> Self:
-        """Return the box of an entire tensor."""
+        """Return the box of an entire tensor; most tensors of a model have one of a few shapes."""
         return cls((0,) * len(shape), shape)
 
     @property
     def stop(self) -> tuple[int, ...]:
         """Index behind the last element, one number per dimension."""
-        return tuple(map(sum, zip(self.offset, self.shape, strict=True)))
+        return tuple(map(add, self.offset, self.shape))
 
     @property
     def volume(self) -> int:

@@ -152,17 +152,21 @@ class Catalog:
 
     def __post_init__(self) -> None:
         """Refuse shards that cannot belong to their tensor."""
-        inside = set()  # ranks cut most tensors in the same way: each cut is looked at once
-        for shard in self.shards:
-            spec = self.tensors.get(shard.fqn)
-            if spec is None:
-                raise ValueError(f"{shard}: the catalog has no tensor of that name")
-            cut = (spec.shape, shard.box.offset, shard.box.shape)
-            if cut not in inside and not shard.box.within(Box.whole(spec.shape)):
-                raise ValueError(f"{shard}: outside of its tensor of shape {list(spec.shape)}")
-            inside.add(cut)
+        shapes = {fqn: spec.shape for fqn, spec in self.tensors.items()}
+        # Ranks cut most tensors in the same way: each cut is looked at once.
+        cuts = {(shapes.get(shard.fqn), shard.box.offset, shard.box.shape) for shard in self.shards}
+        if all(_fits(Box(offset, extents), whole) for whole, offset, extents in cuts):
+            return
+        stray = next(shard for shard in self.shards if not _fits(shard.box, shapes.get(shard.fqn)))
+        if stray.fqn not in shapes:
+            raise ValueError(f"{stray}: the catalog has no tensor of that name")
+        raise ValueError(f"{stray}: outside of its tensor of shape {list(shapes[stray.fqn])}")
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(spec.nbytes for spec in self.tensors.values())
+
+
+def _fits(box: Box, shape: tuple[int, ...] | None) -> bool:
+    return shape is not None and box.within(Box.whole(shape))

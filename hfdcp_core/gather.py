@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import Catalog, FileStamp, Shard, Skipped, Span, TensorSpec
+from hfdcp_core.collector import without_collector
 from hfdcp_core.dtypes import dtype_named
 from hfdcp_core.errors import CorruptFile, IncompleteCheckpoint, UnknownFormat
 from hfdcp_core.gather_dcp import gather_dcp, metadata_files
@@ -30,6 +31,7 @@ from hfdcp_core.manifest import INDEX_PATH, MANIFEST_PATH, STATE_FOLDER
 from hfdcp_core.read import same_bytes
 from hfdcp_core.safetensors_file import (
     SAVE_INFO,
+    Entry,
     Header,
     Index,
     RankInfo,
@@ -119,7 +121,7 @@ class _Head:
 
 
 def _read_heads(source: Source, stamps: Iterable[FileStamp]) -> list[_Head]:
-    with ThreadPoolExecutor(HEADS_IN_FLIGHT, "hfdcp-heads") as pool:
+    with without_collector(), ThreadPoolExecutor(HEADS_IN_FLIGHT, "hfdcp-heads") as pool:
         return list(pool.map(lambda stamp: _read_head(source, stamp), stamps))
 
 
@@ -203,14 +205,19 @@ def _all_shards(heads: list[_Head]) -> list[Shard]:
     """List every entry of every header as a shard."""
     shards = []
     for head in heads:
-        start, path = head.header.data_start, head.stamp.path
+        start, path, offsets = head.header.data_start, head.stamp.path, head.offsets or {}
         for entry in head.header.entries:
-            offset = (head.offsets or {}).get(entry.fqn, (0,) * len(entry.shape))
-            if head.info is None and offset:  # torch counts its own elements, of which one may be two
-                offset = (*offset[:-1], offset[-1] * dtype_named(entry.dtype).packed)
+            offset = offsets.get(entry.fqn, ())
+            box = _box(entry, offset, of_torch=head.info is None) if any(offset) else Box.whole(entry.shape)
             span = Span(path, start + entry.start, start + entry.stop)
-            shards.append(Shard(entry.fqn, entry.dtype, Box(offset, entry.shape), span))
+            shards.append(Shard(entry.fqn, entry.dtype, box, span))
     return shards
+
+
+def _box(entry: Entry, offset: tuple[int, ...], *, of_torch: bool) -> Box:
+    """Return where an entry lies in its tensor; torch counts its own elements, of which one may be two."""
+    packed = dtype_named(entry.dtype).packed if of_torch else 1
+    return Box((*offset[:-1], offset[-1] * packed), entry.shape)
 
 
 def _hold_scalars_against_shards(source: Source, catalog: Catalog) -> None:
@@ -233,6 +240,7 @@ def _hold_scalars_against_shards(source: Source, catalog: Catalog) -> None:
     )
 
 
+@without_collector()
 def _plain(heads: list[_Head], others: tuple[FileStamp, ...], strays: tuple[Skipped, ...], source: Source) -> Catalog:
     shards = _all_shards(heads)
     tensors: dict[str, TensorSpec] = {}
@@ -250,6 +258,7 @@ def _plain(heads: list[_Head], others: tuple[FileStamp, ...], strays: tuple[Skip
     return Catalog("safetensors", tensors, tuple(shards), (*others, *(head.stamp for head in heads)), strays)
 
 
+@without_collector()
 def _sharded(heads: list[_Head], index: Index | None, source: Source, world_size: int | None) -> Catalog:
     shards = _all_shards(heads)
     bare = [head.stamp.path for head in heads if head.offsets is None]
@@ -267,12 +276,13 @@ def _shapes_reached(shards: list[Shard], url: str) -> dict[str, TensorSpec]:
     tensors: dict[str, TensorSpec] = {}
     problems = []
     for shard in shards:
-        before = tensors.setdefault(shard.fqn, TensorSpec(shard.dtype, shard.box.stop))
-        if (shard.dtype, len(shard.box.shape)) != (before.dtype, len(before.shape)):
+        stop, before = shard.box.stop, tensors.get(shard.fqn)
+        if before is None:
+            tensors[shard.fqn] = TensorSpec(shard.dtype, stop)
+        elif (shard.dtype, len(shard.box.shape)) != (before.dtype, len(before.shape)):
             problems.append(f"{shard}: {shard.dtype} in {len(shard.box.shape)} dimensions, other shards are {before}")
         else:
-            reached = tuple(map(max, before.shape, shard.box.stop))
-            tensors[shard.fqn] = TensorSpec(shard.dtype, reached)
+            tensors[shard.fqn] = TensorSpec(shard.dtype, tuple(map(max, before.shape, stop)))
     CorruptFile.raise_for(f"{url}: shards of one tensor are of different kinds", problems)
     return tensors
 
@@ -301,10 +311,10 @@ def _shapes_stated(heads: list[_Head], reached: dict[str, TensorSpec], url: str)
 
 def _without_equal_replicas(shards: list[Shard], source: Source) -> list[Shard]:
     """Keep one of several shards of one box; refuse them where their bytes differ: one must be of another save."""
-    kept: dict[tuple[str, Box], Shard] = {}
+    kept: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Shard] = {}
     problems = []
     for shard in shards:
-        first = kept.setdefault((shard.fqn, shard.box), shard)
+        first = kept.setdefault((shard.fqn, shard.box.offset, shard.box.shape), shard)
         if first is not shard and shard.box.volume and not same_bytes(source, first.span, source, shard.span):
             problems.append(f"{shard.fqn}{shard.box}: different bytes in {first.span} and {shard.span}")
     CorruptFile.raise_for(

@@ -177,13 +177,17 @@ def _present_files(source: Source, stamps: Mapping[str, FileStamp], found: DcpMe
 def _refuse_shared_bytes(url: str, shards: Iterable[Shard], found: DcpMetadata) -> None:
     """Refuse items that claim the same bytes: every writer gives each its own."""
     held: list[Shard | ObjectItem] = [*shards, *found.objects]
-    rows = sorted((e.span.path, e.span.start, e.span.stop, number) for number, e in enumerate(held) if e.span.length)
+    in_file: dict[str, list[tuple[int, int, int]]] = {}
+    for number, span in enumerate([entry.span for entry in held]):
+        if span.start < span.stop:
+            in_file.setdefault(span.path, []).append((span.start, span.stop, number))
     CorruptFile.raise_for(
         f"{url}: {METADATA} gives the same bytes to several items",
         [
-            f"{_shown(held[one[3]])} and {_shown(held[other[3]])}: {one[0]}[{other[1]}:{min(one[2], other[2])}]"
-            for one, other in itertools.pairwise(rows)
-            if one[0] == other[0] and other[1] < one[2]
+            f"{_shown(held[one[2]])} and {_shown(held[other[2]])}: {path}[{other[0]}:{min(one[1], other[1])}]"
+            for path, rows in sorted(in_file.items())
+            for one, other in itertools.pairwise(sorted(rows))
+            if other[0] < one[1]
         ],
     )
 

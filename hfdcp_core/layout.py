@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import Catalog, Shard, Span, TensorSpec
+from hfdcp_core.collector import without_collector
 from hfdcp_core.dtypes import dtype_named
 from hfdcp_core.errors import SHOWN_PROBLEMS, PlanError
 from hfdcp_core.recipe import Definition
@@ -53,7 +54,8 @@ class Part:
     @property
     def spec(self) -> TensorSpec:
         """What the file's header says of it."""
-        return TensorSpec(self.definition.spec.dtype, self.box.shape)
+        whole = self.definition.spec
+        return whole if self.box.shape == whole.shape else TensorSpec(whole.dtype, self.box.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,8 @@ class TargetFile:
 class Target:
     """Everything that is wanted."""
 
-    catalog: Catalog
-    """The tensors and where each will lie."""
+    definitions: tuple[Definition, ...]
+    """The tensors."""
     files: tuple[TargetFile, ...]
     """The files, in the order of their names."""
     index: bytes | None
@@ -88,7 +90,13 @@ class Target:
     total_size: int
     """Bytes of all tensors."""
 
+    @property
+    def catalog(self) -> Catalog:
+        """The tensors and where each will lie."""
+        return _catalog(self.definitions, self.files)
 
+
+@without_collector()
 def lay_out(
     definitions: Iterable[Definition],
     *,
@@ -118,7 +126,7 @@ def lay_out(
     files = tuple(_file(path, group, metadata) for path, group in zip(names, whole, strict=True))
     total = sum(definition.spec.nbytes for definition in definitions)
     index = _index(files, total) if as_torch or len(files) > 1 else None
-    return Target(_catalog(definitions, files), files, index, total)
+    return Target(definitions, files, index, total)
 
 
 def _by_size(definitions: tuple[Definition, ...], max_file_size: int) -> list[list[Definition]]:
@@ -152,6 +160,7 @@ def _by_index(definitions: tuple[Definition, ...], file_index: Mapping[str, int]
     return groups
 
 
+@without_collector()
 def lay_out_for_ranks(definitions: Iterable[Definition], *, ranks: int, dim: int) -> Target:
     """Cut every tensor along one dimension, a part for each rank, as torch's ``Shard(dim)`` does.
 
@@ -174,7 +183,7 @@ def lay_out_for_ranks(definitions: Iterable[Definition], *, ranks: int, dim: int
         group = [parts[rank] for parts in cut if rank < len(parts) and (parts[rank].box.volume or len(parts) == 1)]
         files.append(_file(shard_name(rank + 1), group, _sharding(group, rank=rank + 1, ranks=ranks)))
     total = sum(definition.spec.nbytes for definition in definitions)
-    return Target(_catalog(definitions, files), tuple(files), None, total)
+    return Target(definitions, tuple(files), None, total)
 
 
 def has_dimension(spec: TensorSpec, dim: int) -> bool:
@@ -213,7 +222,7 @@ def lay_out_shards(groups: Mapping[str, Iterable[Part]], *, save: str, of: tuple
         files.append(_file(path, parts, _sharding(parts, rank=number, ranks=count, save=save)))
     definitions = {part.definition.fqn: part.definition for file in files for part in file.parts}
     total = sum(definition.spec.nbytes for definition in definitions.values())
-    return Target(_catalog(tuple(definitions.values()), files), tuple(files), None, total)
+    return Target(tuple(definitions.values()), tuple(files), None, total)
 
 
 def shard_name(rank: int, part: int = 1, count: int = 1) -> str:
@@ -289,7 +298,7 @@ def _sharding(group: Iterable[Part], *, rank: int, ranks: int, save: str = "") -
 
 
 def _file(path: str, group: Iterable[Part], metadata: Mapping[str, str] = METADATA) -> TargetFile:
-    ordered = tuple(sorted(group, key=lambda p: (-dtype_named(p.spec.dtype).bits, p.definition.fqn)))
+    ordered = tuple(sorted(group, key=lambda p: (-dtype_named(p.definition.spec.dtype).bits, p.definition.fqn)))
     header, entries = write_header({part.definition.fqn: part.spec for part in ordered}, metadata=metadata)
     return TargetFile(path, header, len(header) + sum(entry.stop - entry.start for entry in entries), ordered)
 
@@ -307,5 +316,5 @@ def _catalog(definitions: tuple[Definition, ...], files: Iterable[TargetFile]) -
 
 def _index(files: tuple[TargetFile, ...], total_size: int) -> bytes:
     weight_map = {d.fqn: file.path for file in files for d in file.tensors}
-    parameters = sum(Box.whole(d.spec.shape).volume for file in files for d in file.tensors)
+    parameters = sum(math.prod(d.spec.shape) for file in files for d in file.tensors)
     return write_index(weight_map, total_size=total_size, total_parameters=parameters)

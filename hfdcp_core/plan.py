@@ -169,7 +169,8 @@ def reshard(source: Catalog, target: Target, *, window_bytes: int) -> Plan:
     problems: list[str] = []
     chosen: dict[str, _Tiles] = {}
     wanted = {definition.fqn: definition for file in target.files for definition in file.tensors}
-    for operand in dict.fromkeys(operand for definition in wanted.values() for operand in definition.operands):
+    operands = {(o.fqn, o.spec.dtype, o.spec.shape): o for made in wanted.values() for o in made.operands}
+    for operand in operands.values():
         found = _mismatches(operand, source, by_name)
         if not found:
             shards, found = tile(operand.spec, by_name.get(operand.fqn, ()))
@@ -192,7 +193,7 @@ def _mismatches(operand: Operand, source: Catalog, by_name: dict[str, list[Shard
     spec = source.tensors.get(operand.fqn)
     if spec is None:
         return ["no such tensor in the checkpoint"]
-    problems = [] if spec == operand.spec else [f"is {spec}, but {operand.spec} is wanted"]
+    problems = [] if spec is operand.spec or spec == operand.spec else [f"is {spec}, but {operand.spec} is wanted"]
     problems += [
         f"shard {shard.box} in {shard.span} is {shard.dtype}, the tensor is {spec.dtype}"
         for shard in by_name.get(operand.fqn, ())

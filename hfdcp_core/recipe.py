@@ -170,7 +170,7 @@ def why_no_weight(path: tuple[str, ...]) -> str | None:
         if key not in WRAPPER_KEYS:
             break  # deeper keys belong to a model's own tree
         in_model = in_model or key in MODEL_KEYS
-    extra = any(part.startswith(EXTRA_STATE) for part in path[-1].split("."))
+    extra = EXTRA_STATE in path[-1] and any(part.startswith(EXTRA_STATE) for part in path[-1].split("."))
     return "extra state of a layer, not a weight" if extra else None
 
 
@@ -214,6 +214,8 @@ def _strip_segment(segment: str) -> Rule:
 
 def _without(name: str, segment: str) -> str:
     """Remove a segment anywhere but at the end, where it would be the name of the tensor itself."""
+    if segment not in name:
+        return name
     *path, last = name.split(".")
     return ".".join([*(part for part in path if part != segment), last])
 
@@ -295,6 +297,8 @@ def _until_stable(names: Names, catalog: Catalog, recipe: Recipe) -> tuple[Names
 
 
 def _clashes(renamed: Names) -> list[str]:
+    if len(set(renamed.values())) == len(renamed):
+        return []
     sources: dict[str, list[str]] = {}
     for saved, new in renamed.items():
         sources.setdefault(new, []).append(saved)

@@ -36,6 +36,8 @@ _PLAN = f"{STATE_FOLDER}/plan.json"
 _LOCK = f"{STATE_FOLDER}/lock"
 _RECORDS = f"{STATE_FOLDER}/records"
 _BESIDE = f"{STATE_FOLDER}/beside.json"
+_GATHERED: dict[bytes, Catalog] = {}
+"""The catalog that this process wrote last, by the SHA-256 of its document: it need not be read from it, and once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,10 @@ class Run:
 
     def save_catalog(self, catalog: Catalog) -> None:
         """Keep what was gathered."""
-        self.sink.put(_CATALOG, wire.dump_catalog(catalog))
+        raw = wire.dump_catalog(catalog)
+        self.sink.put(_CATALOG, raw)
+        _GATHERED.clear()
+        _GATHERED[hashlib.sha256(raw).digest()] = catalog
 
     def catalog(self) -> Catalog:
         """Return what was gathered.
@@ -178,7 +183,8 @@ class Run:
         Raises:
             PlanError: Nothing was.
         """
-        return wire.load_catalog(self._needed(_CATALOG, "gather"))
+        raw = self._needed(_CATALOG, "gather")
+        return _GATHERED.pop(hashlib.sha256(raw).digest(), None) or wire.load_catalog(raw)
 
     def save_plan(self, planned: PlanSummary, plan: Plan) -> None:
         """Keep a plan: the copies first, so that where the plan is, they are."""
