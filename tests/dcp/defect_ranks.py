@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -101,6 +102,39 @@ def over_two_dimensions(path: Path) -> str:
     return right(all(torch.equal(found, WHOLE) for found in whole.values()))
 
 
+def refused(deed: Callable[[], object]) -> str:
+    """Return what a save or a load is refused with."""
+    try:
+        deed()
+    except CheckpointException as error:
+        return str(error)
+    return "nothing"
+
+
+def strided_mistakes(path: Path) -> str:
+    """Name a strided tensor that the checkpoint lacks or has in another shape, and refuse cuts that can mean two."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    one = distribute_tensor(WHOLE, mesh, [_StridedShard(0, split_factor=2)], src_data_rank=None)
+    dcp.save({"w": one, "other": WHOLE}, storage_writer=HuggingFaceStorageWriter(path), planner=StridedSavePlanner())
+
+    def load(state: dict[str, Any], **options: bool) -> None:
+        dcp.load(state, storage_reader=HuggingFaceStorageReader(path), planner=StridedLoadPlanner(**options))
+
+    half = distribute_tensor(WHOLE[:8], mesh, [_StridedShard(0, split_factor=2)], src_data_rank=None)
+    lacking, other = refused(lambda: load({"x": one})), refused(lambda: load({"w": half}))
+    passed = refused(lambda: load({"x": one, "w": one}, allow_partial_load=True))
+    grid = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("dp", "tp"))
+    odd = distribute_tensor(WHOLE[:7], grid, [_StridedShard(0, split_factor=WORLD), Shard(0)], src_data_rank=None)
+    writer = HuggingFaceStorageWriter(path.with_name("odd"))
+    uneven = refused(lambda: dcp.save({"odd": odd}, storage_writer=writer, planner=StridedSavePlanner()))
+    return right(
+        "x: the state dict has [12, 8], the checkpoint no such tensor" in lacking
+        and "w: the state dict has [8, 8], the checkpoint [12, 8]" in other
+        and passed == "nothing"
+        and "7 along dimension 0 cannot be cut evenly" in uneven
+    )
+
+
 def moved() -> int:
     """Return how many bytes this process has read and written, as the kernel counts system calls."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
@@ -147,6 +181,7 @@ CASES: dict[str, Callable[[Path], str]] = {
     "strided rows, sharded": lambda path: strided(path, {"save_distributed": True}, 0, 2),
     "strided columns, whole": lambda path: strided(path, ONE_PASS, 1, 2),
     "strided over two dimensions of a mesh": over_two_dimensions,
+    "mistakes with strided tensors": strided_mistakes,
     "the end of a save moves no tensors": the_end_moves_nothing,
     "a rank that is slower than a group's patience": slow,
 }

@@ -16,6 +16,7 @@ CASES = [
     "strided rows, sharded",
     "strided columns, whole",
     "strided over two dimensions of a mesh",
+    "mistakes with strided tensors",
     "the end of a save moves no tensors",
     "a rank that is slower than a group's patience",
 ]
