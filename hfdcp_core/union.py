@@ -7,13 +7,15 @@ which place a single item is taken, `hfdcp_core.copies` finds out.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 from hfdcp_core.catalog import FileStamp, Span
 from hfdcp_core.errors import StorageNotFound
 from hfdcp_core.store import Listing, Source
 
+Found = TypeVar("Found")
 Elsewhere = Mapping[str, tuple[tuple[int, int, int], ...]]
 """For a file: the spans that are read from another place than the rest, in order: start, stop, number of the place."""
 
@@ -122,18 +124,7 @@ class Union:
         Raises:
             StorageNotFound: No place has it.
         """
-        absent = None
-        found = 0
-        for number, place in enumerate(self._places):
-            try:
-                listing = place.list(folder)
-            except StorageNotFound as error:
-                absent = error
-                continue
-            found += 1
-            yield number, listing
-        if absent and not found:
-            raise absent
+        return self._wherever(lambda place: place.list(folder))
 
     def holder(self, path: str) -> int:
         """Return the number of the place that a file is read from, counted from 0.
@@ -151,16 +142,19 @@ class Union:
         Raises:
             StorageNotFound: No place has it.
         """
+        return self._wherever(lambda place: place.stat(path))
+
+    def _wherever(self, look: Callable[[Source], Found]) -> Iterator[tuple[int, Found]]:
         absent = None
         found = 0
         for number, place in enumerate(self._places):
             try:
-                stamp = place.stat(path)
+                seen = look(place)
             except StorageNotFound as error:
                 absent = error
                 continue
             found += 1
-            yield number, stamp
+            yield number, seen
         if absent and not found:
             raise absent
 
