@@ -165,7 +165,7 @@ def _plan(catalog: Catalog, source: Source, job: Job) -> tuple[PlanSummary, Plan
     made = casting.settle(source, definitions, job)
     settled = casting.configure(made, tying.settle(catalog, source, made.numbers.definitions, job))
     target = _target(settled.definitions, job, settled.file_index)
-    plan = join(catalog, target, window_bytes=job.window_beside(_known_bytes(catalog)))
+    plan = join(catalog, target, window_bytes=job.window_beside(_known_bytes(catalog, len(target.catalog.shards))))
     refuse_split_bytes(plan)
     skipped = tuple(entry.name for entry in (*selection.skipped, *made.numbers.skipped))
     summary = _summary(catalog, job, plan, settled, skipped)
@@ -215,7 +215,7 @@ def _planned(run: Run | None, summary: PlanSummary, plan: Plan, catalog: Catalog
         copies=sum(len(file.copies) for file in plan.files),
         peak_bytes=(
             job.start_bytes
-            + _known_bytes(catalog)
+            + _known_bytes(catalog, sum(len(file.tensors) for file in plan.files))
             + sum(peak + job.remote_file_bytes for peak in peaks[: job.files_at_once])
         ),
         changes=summary.changes,
@@ -224,8 +224,10 @@ def _planned(run: Run | None, summary: PlanSummary, plan: Plan, catalog: Catalog
     )
 
 
-def _known_bytes(catalog: Catalog) -> int:
-    return known_bytes(len(catalog.tensors), len(catalog.shards))
+def _known_bytes(catalog: Catalog, parts: int) -> int:
+    """Return what it takes to know and plan a checkpoint; a tensor that is written in several parts counts as often."""
+    more = max(0, parts - len(catalog.tensors))
+    return known_bytes(len(catalog.tensors) + more, len(catalog.shards) + more)
 
 
 def _uncut(plan: Plan, dim: int) -> int:

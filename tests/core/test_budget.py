@@ -115,14 +115,16 @@ def test_the_whole_command_takes_no_more_memory_than_the_plan_announced(memory_m
     assert peak <= announced
 
 
-def test_what_is_known_of_many_small_tensors_is_announced_too(tmp_path: Path) -> None:
-    names = [f"layers.{number:05}.attention.weight" for number in range(30_000)]
+@pytest.mark.parametrize("ranks", [0, 3])
+def test_what_is_known_of_many_small_tensors_is_announced_too(ranks: int, tmp_path: Path) -> None:
+    names = [f"layers.{number:05}.attention.weight" for number in range(30_000 // max(1, ranks))]
     (tmp_path / "in").mkdir()
-    save_file({name: np.zeros(1, np.float32) for name in names}, tmp_path / "in" / "model.safetensors")
-    job = Job(str(tmp_path / "in"), "")
+    save_file({name: np.zeros(max(1, ranks), np.float32) for name in names}, tmp_path / "in" / "model.safetensors")
+    job = Job(str(tmp_path / "in"), "", ranks=ranks)
     announced = publish.plan_only(job)[1].peak_bytes
-    assert announced - job.start_bytes >= known_bytes(len(names), len(names))
+    assert announced - job.start_bytes >= known_bytes(30_000, 30_000)
     command = [sys.executable, "-m", "hfdcp_flows.start", "consolidate", "--quiet", job.source, str(tmp_path / "out")]
+    command += ["--ranks", str(ranks)] if ranks else []
     run = subprocess.run([sys.executable, "-S", "-c", MEASURE, *command], capture_output=True, text=True, check=True)
     status, peak = map(int, run.stdout.split())
     assert status == 0, run.stderr
