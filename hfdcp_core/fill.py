@@ -16,6 +16,7 @@ from types import EllipsisType
 import numpy as np
 
 from hfdcp_core.box import Box
+from hfdcp_core.catalog import Span
 from hfdcp_core.errors import PlanError
 from hfdcp_core.manifest import CrcPart, SourceCheck
 from hfdcp_core.numeric import CHUNK, Bits, Workspace
@@ -25,7 +26,7 @@ from hfdcp_core.read import Payload, gather_strided, open_payload, page_aligned
 from hfdcp_core.state import Cancellation
 from hfdcp_core.store import Source
 from hfdcp_core.tiling import Held, rooms_of, tiles_of
-from hfdcp_core.windows import Copies, Lattice, Piece, Window, view_of
+from hfdcp_core.windows import Copies, Lattice, Piece, Window, carried_whole, view_of
 
 
 class Filler:
@@ -35,6 +36,7 @@ class Filler:
         """Take a file's plan, the store that its shards lie in, and who may wish for a stop; nothing is read yet."""
         self._plan, self._source, self._cancellation = plan, source, cancellation
         self._copies = Copies(plan)
+        self._whole = {} if source.remote else carried_whole(plan)
         self._scratch = page_aligned(plan.window_bytes)
         self._item_scratch = page_aligned(plan.window_bytes)
         self._open: dict[int, Payload] = {}
@@ -52,13 +54,21 @@ class Filler:
             StorageError: Reading failed.
         """
         start = 0
+        run = _Run(self._source, buffer, self._cancellation)
         for piece in window:  # of which there may be as many thousands as tensors are small
-            self._cancellation.check()
-            if piece.tensor != self._tensor:
-                self._close()
-                self._tensor = piece.tensor
-            self._fill_piece(piece, buffer[start : start + piece.nbytes])
-            start += piece.nbytes
+            stop = start + piece.nbytes
+            span = self._whole.get(piece.tensor)
+            if span is not None and span.length == piece.nbytes:
+                run.add(span, start)
+                self._checks.unchecked()
+            else:
+                self._cancellation.check()
+                if piece.tensor != self._tensor:
+                    self._close()
+                    self._tensor = piece.tensor
+                self._fill_piece(piece, buffer[start:stop])
+            start = stop
+        run.read()
 
     def check(self) -> SourceCheck:
         """Say how far the source's own checksums went, when everything was filled."""
@@ -127,6 +137,34 @@ class Filler:
         return self._open[number]
 
 
+class _Run:
+    """Tensors that lie one behind the other in the source as in the window, to be read at once.
+
+    What each range costs is the call, and in Python the threads that wait for one another around it: 20,000 tensors of
+    4 KB took two threads twice the time that they took one.
+    """
+
+    def __init__(self, source: Source, buffer: memoryview, cancellation: Cancellation) -> None:
+        self._source, self._buffer, self._cancellation = source, buffer, cancellation
+        self._path, self._from, self._start, self._nbytes = "", 0, 0, 0
+
+    def add(self, span: Span, start: int) -> None:
+        """Read a span to a place in the window, perhaps later."""
+        behind = self._from + self._nbytes == span.start and self._start + self._nbytes == start
+        if behind and span.path == self._path:
+            self._nbytes += span.length
+            return
+        self.read()
+        self._path, self._from, self._start, self._nbytes = span.path, span.start, start, span.length
+
+    def read(self) -> None:
+        """Read what was added."""
+        if self._nbytes:
+            self._cancellation.check()
+            self._source.read_into(self._path, self._from, self._buffer[self._start : self._start + self._nbytes])
+        self._nbytes = 0
+
+
 class _Room:
     """Room for what operations work on; none is taken where there is nothing to do."""
 
@@ -163,6 +201,9 @@ class _Checks:
     def __init__(self) -> None:
         self._verified = self._unchecked = 0
         self._parts: list[CrcPart] = []
+
+    def unchecked(self) -> None:
+        self._unchecked += 1
 
     def add(self, check: SourceCheck) -> None:
         self._verified += check.verified

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from hfdcp_core.box import Box
-from hfdcp_core.catalog import Shard, TensorSpec
+from hfdcp_core.catalog import RAW, Shard, Span, TensorSpec
 from hfdcp_core.dtypes import dtype_named
 from hfdcp_core.errors import PlanError
 from hfdcp_core.operation import grain
@@ -122,35 +122,49 @@ def _pieces(tensor: int, lattice: Lattice, window_bytes: int, step_of: tuple[int
             yield Piece(tensor, Box(offset, (*(1 for _ in outer), rows, *shape[axis + 1 :])), rows * row)
 
 
+def carried_whole(plan: FilePlan) -> dict[int, Span]:
+    """Return where those tensors of a file lie whose bytes are one shard's, all of them and in their order."""
+    return {
+        copy.tensor: shard.span
+        for copy in plan.copies
+        if copy.tensor < len(plan.tensors)
+        for shard in (plan.shards[copy.read.shard],)
+        if shard.encoding == RAW and _is_whole(copy, shard, plan.tensors[copy.tensor][1])
+    }
+
+
+def _is_whole(copy: Copy, shard: Shard, spec: TensorSpec) -> bool:
+    return (
+        copy.box.shape == spec.shape == shard.box.shape
+        and shard.dtype == spec.dtype
+        and copy.read.strides == row_major(spec.shape)
+    )
+
+
 class Copies:
     """Finds the copies that meet a box of a tensor, without looking at all of them."""
 
     def __init__(self, plan: FilePlan) -> None:
-        self._tables = [_CopyTable(spec) for _, spec in (*plan.tensors, *plan.operands)]
+        self._specs = [spec for _, spec in (*plan.tensors, *plan.operands)]
+        self._copies: dict[int, list[Copy]] = {}
         for copy in plan.copies:
-            self._tables[copy.tensor].add(copy)
-        for table in self._tables:
-            table.sort()
+            self._copies.setdefault(copy.tensor, []).append(copy)
+        self._tables: dict[int, _CopyTable] = {}
 
     def meeting(self, piece: Piece) -> Iterator[tuple[Copy, Box, Box]]:
         """Yield each copy with its box and the part of it that lies in the piece, both on the tensor's lattice."""
-        return self._tables[piece.tensor].meeting(piece.box)
+        number = piece.tensor
+        if number not in self._tables:
+            self._tables[number] = _CopyTable(self._specs[number], self._copies.get(number, ()))
+        return self._tables[number].meeting(piece.box)
 
 
 class _CopyTable:
     """The copies of one tensor, by the start of their boxes in the first dimension."""
 
-    def __init__(self, spec: TensorSpec) -> None:
-        self._spec = spec
-        self._rows: list[tuple[Box, Copy]] = []
-        self._starts: list[int] = []
-        self._longest = 0
-
-    def add(self, copy: Copy) -> None:
-        self._rows.append((lattice_box(self._spec.dtype, copy.box, self._spec.shape), copy))
-
-    def sort(self) -> None:
-        self._rows.sort(key=lambda row: row[0].offset)
+    def __init__(self, spec: TensorSpec, copies: Iterable[Copy]) -> None:
+        rows = [(lattice_box(spec.dtype, copy.box, spec.shape), copy) for copy in copies]
+        self._rows = sorted(rows, key=lambda row: row[0].offset)
         self._starts = [box.offset[0] if box.offset else 0 for box, _ in self._rows]
         self._longest = max((box.shape[0] for box, _ in self._rows if box.shape), default=1)
 

@@ -7,6 +7,7 @@ import itertools
 import math
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -324,18 +325,34 @@ class Stopping:
         return bytes(data)
 
 
-def many_small_tensors(sink: Sink, count: int) -> FilePlan:
+def many_small_tensors(sink: Sink, count: int, boxes: list[Box]) -> FilePlan:
     """Return a plan of very many tensors that all fit into one window."""
-    arrays = [(values("U8", (3,), seed), "U8", [Box.whole((3,))]) for seed in range(count)]
-    return plan_for(sink, arrays, window_bytes=1 << 20)
+    return plan_for(sink, [(values("U8", (3,), seed), "U8", boxes) for seed in range(count)], window_bytes=1 << 20)
 
 
 def test_a_wish_to_stop_is_heeded_between_the_tensors_of_a_window() -> None:
     sink, wish = fresh(), Cancellation()
     source = Stopping(sink, wish, at=10)
+    plan = many_small_tensors(sink, 500, [Box((0,), (1,)), Box((1,), (2,))])
     with pytest.raises(Cancelled):
-        consolidate(many_small_tensors(sink, 500), source, sink, terms=Terms(cancellation=wish))
+        consolidate(plan, source, sink, terms=Terms(cancellation=wish))
     assert source.reads == 10
+
+
+def test_small_tensors_that_lie_one_behind_the_other_are_read_at_once() -> None:
+    sink, wish = fresh(), Cancellation()
+    source = Stopping(sink, wish, at=-1)
+    plan = many_small_tensors(sink, 500, [Box.whole((3,))])
+    record = consolidate(plan, source, sink, terms=Terms(cancellation=wish))
+    assert source.reads == 1
+    assert record.source.unchecked == 500
+    data = sink.read(plan.path, len(plan.header), plan.size)
+    assert data == b"".join(values("U8", (3,), seed).tobytes() for seed in range(500))
+    turned = replace(plan, shards=plan.shards[::-1])  # nothing lies behind its neighbour
+    consolidate(turned, source, sink, terms=Terms(cancellation=wish))
+    assert source.reads == 501
+    turned_data = b"".join(data[at : at + 3] for at in range(1497, -1, -3))
+    assert sink.read(plan.path, len(plan.header), plan.size) == turned_data
 
 
 def test_progress_hears_of_every_byte_of_data() -> None:
