@@ -53,6 +53,8 @@ TABLE = (
     Dtype("BOOL", 8, "bool"),
 )
 _BY_NAME = {dtype.name: dtype for dtype in TABLE}
+BITS = {dtype.name: dtype.bits for dtype in TABLE}
+"""Of one element, by safetensors name."""
 _BY_TORCH = {dtype.torch: dtype for dtype in TABLE if dtype.torch}
 NOT_IN_SAFETENSORS = frozenset({"complex128", "qint8", "quint8", "qint32", "complex32"})
 """torch dtypes that occur in checkpoints and that the format cannot hold."""
