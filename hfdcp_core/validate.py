@@ -63,13 +63,13 @@ def complete(run: Run, source: Source, *, fail_on: tuple[str, ...] = ()) -> Mani
     planned = run.planned()
     run.sink.delete(MANIFEST_PATH)
     try:
-        records = _whole_records(run, planned)
+        records, headers = _whole_records(run, planned)
         _combine_shared_items(run, records)
         refuse(run.sink.url, merged(records), fail_on)
         beside = _beside(run, planned, source)
         check_stamps(planned.stamps, source)
         index = _write_index(run, planned)
-        _hold_index_against_files(run, planned)
+        _hold_index_against_files(run, planned, headers)
     except HfdcpError:
         run.sink.delete(INDEX_PATH)
         raise
@@ -79,38 +79,46 @@ def complete(run: Run, source: Source, *, fail_on: tuple[str, ...] = ()) -> Mani
     return manifest
 
 
-def _whole_records(run: Run, planned: PlanSummary) -> tuple[FileRecord, ...]:
-    def look(number: int) -> tuple[FileRecord | None, list[str]]:
+def _whole_records(run: Run, planned: PlanSummary) -> tuple[tuple[FileRecord, ...], dict[str, Header]]:
+    """Open every file again, and return the records and headers."""
+    records: list[FileRecord] = []
+    headers: dict[str, Header] = {}
+
+    def look(number: int) -> list[str]:
         file = planned.files[number]
         record = run.record(planned.digest, file.path)
         if record is None:
-            return None, [f"{file.path}: not whole (never finished, or changed since)"]
-        return record, _reopen(run, file.path, run.file_plan(number).header, file.size)
+            return [f"{file.path}: not whole (never finished, or changed since)"]
+        records.append(record)
+        raw = run.file_plan(number).header
+        if problems := _differences(run.sink, file.path, raw, file.size):
+            return problems
+        headers[file.path] = header = parse_header(raw, path=file.path, file_size=file.size)
+        return open_as_loaders_do(run.sink, file.path, raw, header)
 
     with ThreadPoolExecutor(FILES_AT_ONCE, "hfdcp-validate") as pool:
-        found = list(pool.map(look, range(len(planned.files))))
-    problems = [problem for _, own in found for problem in own]
+        problems = [problem for own in pool.map(look, range(len(planned.files))) for problem in own]
     ValidationError.raise_for(f"{run.sink.url}: what was written is not what was planned", problems)
-    return tuple(record for record, _ in found if record is not None)
+    return tuple(sorted(records, key=lambda record: record.path)), headers
 
 
-def _reopen(run: Run, path: str, header: bytes, size: int) -> list[str]:
-    """Open a written file again, as a stranger would."""
-    found = run.sink.stat(path).size
+def _differences(sink: Source, path: str, header: bytes, size: int) -> list[str]:
+    """Say where a written file is not what was planned."""
+    found = sink.stat(path).size
     if found != size:
         return [f"{path}: {found} bytes, expected {size}"]
-    if run.sink.read(path, 0, len(header)) != header:
+    if sink.read(path, 0, len(header)) != header:
         return [f"{path}: begins with another header than the planned one"]
-    return open_as_loaders_do(run.sink, path, header, size)
+    return []
 
 
-def open_as_loaders_do(source: Source, path: str, header: bytes, size: int) -> list[str]:
+def open_as_loaders_do(source: Source, path: str, raw: bytes, header: Header) -> list[str]:
     """Let safetensors' own reader open a file, and hold the names it sees against the header's.
 
     It reads local files only; for a file elsewhere it is given one of the same header and size, without the data.
     """
-    names = {entry.fqn for entry in parse_header(header, path=path, file_size=size).entries}
-    with _on_disk(source, path, header, size) as local:
+    names = {entry.fqn for entry in header.entries}
+    with _on_disk(source, path, raw, header.file_size) as local:
         try:
             with safetensors.safe_open(local, framework="np") as reader:
                 seen = set(reader.keys())
@@ -179,7 +187,7 @@ def _beside(run: Run, planned: PlanSummary, source: Source) -> Mapping[str, byte
     return {path: data for path, data in files.items() if data is not None}
 
 
-def _hold_index_against_files(run: Run, planned: PlanSummary) -> None:
+def _hold_index_against_files(run: Run, planned: PlanSummary, headers: Mapping[str, Header]) -> None:
     paths = [file.path for file in planned.files]
     problems = [
         f"{path}: a file that is not of this output"
@@ -188,11 +196,11 @@ def _hold_index_against_files(run: Run, planned: PlanSummary) -> None:
     ]
     if planned.index is not None:
         raw = run.read(INDEX_PATH)
-        problems += index_problems(raw or b"", {path: read_header(run.sink, path) for path in paths})
+        problems += index_problems(raw or b"", headers)
     ValidationError.raise_for(f"{run.sink.url}: index and files disagree", problems)
 
 
-def index_problems(raw: bytes, headers: dict[str, Header]) -> list[str]:
+def index_problems(raw: bytes, headers: Mapping[str, Header]) -> list[str]:
     """Hold an index against the headers of the files it should describe, both ways."""
     index = parse_index(raw, path=INDEX_PATH)
     held = {(entry.fqn, path) for path, header in headers.items() for entry in header.entries}
