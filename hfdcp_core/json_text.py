@@ -1,4 +1,4 @@
-"""Change a member of a JSON document and leave every other byte as it is.
+"""The text of JSON documents: change a member and leave every other byte as it is, and write large ones fast.
 
 A model's config is somebody's own file: its order, its spacing and its numbers stay as they wrote them.
 """
@@ -6,10 +6,35 @@ A model's config is somebody's own file: its order, its spacing and its numbers 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 Path = tuple[str, ...]
 """Keys that lead to a value."""
+
+
+def indented(value: object, width: int, *, ascii_only: bool) -> str:
+    """Write a document as ``json.dumps(value, indent=width)`` does, which takes six times as long: it is not in C then.
+
+    >>> print(indented({"a": [1, "b"], "c": {}}, 1, ascii_only=True))
+    {
+     "a": [
+      1,
+      "b"
+     ],
+     "c": {}
+    }
+    """
+    return _indented(value, "\n", " " * width, json.JSONEncoder(ensure_ascii=ascii_only).encode)
+
+
+def _indented(value: object, line: str, indent: str, encode: Callable[[object], str]) -> str:
+    if not value or not isinstance(value, dict | list | tuple):
+        return encode(value)
+    inner = line + indent
+    if isinstance(value, dict):
+        members = [f"{encode(key)}: {_indented(each, inner, indent, encode)}" for key, each in value.items()]
+        return f"{{{inner}{f',{inner}'.join(members)}{line}}}"
+    return f"[{inner}{f',{inner}'.join([_indented(each, inner, indent, encode) for each in value])}{line}]"
 
 
 def top_of(text: str) -> int:

@@ -18,6 +18,7 @@ from typing import Self
 from hfdcp_core.catalog import TensorSpec
 from hfdcp_core.dtypes import BITS, dtype_named, size_in_bytes
 from hfdcp_core.errors import CorruptFile, PlanError, UnknownDtype
+from hfdcp_core.json_text import indented
 
 MOST_HEADER_BYTES = 100_000_000
 """What safetensors' own reader accepts."""
@@ -269,7 +270,7 @@ def write_index(weight_map: Mapping[str, str], *, total_size: int, total_paramet
     """Return an index as Hugging Face writes it."""
     metadata = {"total_parameters": total_parameters, "total_size": total_size}
     index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-    return (json.dumps(index, indent=2) + "\n").encode()
+    return (indented(index, 2, ascii_only=True) + "\n").encode()
 
 
 def file_names(count: int) -> tuple[str, ...]:

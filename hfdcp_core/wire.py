@@ -25,6 +25,7 @@ from hfdcp_core.box import Box
 from hfdcp_core.catalog import Catalog, FileStamp, ObjectItem, Shard, Skipped, Span, TensorSpec
 from hfdcp_core.collector import without_collector
 from hfdcp_core.errors import HfdcpError, ValidationError
+from hfdcp_core.json_text import indented
 from hfdcp_core.manifest import Manifest
 from hfdcp_core.plan import Copy, FilePlan, Making, Read, row_major
 
@@ -45,7 +46,7 @@ def dumps(kind: str, value: object) -> bytes:
     >>> loads("span", Span, dumps("span", Span("a", 0, 4)))
     Span(path='a', start=0, stop=4)
     """
-    return (json.dumps(_wrap(kind, encode(value)), indent=1, ensure_ascii=False) + "\n").encode(errors=_SURROGATES)
+    return (indented(_wrap(kind, encode(value)), 1, ascii_only=False) + "\n").encode(errors=_SURROGATES)
 
 
 def loads(kind: str, cls: type[Value], raw: bytes) -> Value:

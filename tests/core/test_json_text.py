@@ -8,11 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfdcp_core.json_text import inserted, removed, replaced
+from hfdcp_core.json_text import indented, inserted, removed, replaced
 
 KEYS = st.sampled_from(["a", "b", "quantization_config", 'q"{'])
 LEAVES = st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.lists(st.integers(), max_size=3)
 OBJECTS = st.dictionaries(KEYS, LEAVES | st.dictionaries(KEYS, LEAVES, max_size=3), max_size=4)
+
+NESTED = st.recursive(
+    LEAVES | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+)
+
+
+@settings(deadline=None)
+@given(value=NESTED, width=st.integers(0, 3), ascii_only=st.booleans())
+def test_a_document_is_written_as_the_library_does(value: object, width: int, ascii_only: bool) -> None:
+    assert indented(value, width, ascii_only=ascii_only) == json.dumps(value, indent=width, ensure_ascii=ascii_only)
+    assert indented((value,), width, ascii_only=False) == json.dumps((value,), indent=width, ensure_ascii=False)
 
 
 @settings(deadline=None)
