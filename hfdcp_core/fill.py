@@ -10,7 +10,7 @@ is, into room of their own, and stay there for the tiles that follow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import EllipsisType
 
 import numpy as np
@@ -28,6 +28,9 @@ from hfdcp_core.store import Source
 from hfdcp_core.tiling import Held, rooms_of, tiles_of
 from hfdcp_core.windows import Copies, Lattice, Piece, Window, carried_whole, view_of
 
+COPIED_BYTES = 256 << 10
+"""Neighbours in the source that are apart in the output are read at once, and then copied, up to so many bytes."""
+
 
 class Filler:
     """Fills windows from the source, in file order, in one thread."""
@@ -39,6 +42,7 @@ class Filler:
         self._whole = {} if source.remote else carried_whole(plan)
         self._scratch = page_aligned(plan.window_bytes)
         self._item_scratch = page_aligned(plan.window_bytes)
+        self._carried = _Carried(source, cancellation, self._scratch)
         self._open: dict[int, Payload] = {}
         self._checks = _Checks()
         self._tensor = 0
@@ -54,12 +58,11 @@ class Filler:
             StorageError: Reading failed.
         """
         start = 0
-        run = _Run(self._source, buffer, self._cancellation)
         for piece in window:  # of which there may be as many thousands as tensors are small
             stop = start + piece.nbytes
             span = self._whole.get(piece.tensor)
             if span is not None and span.length == piece.nbytes:
-                run.add(span, start)
+                self._carried.add(span, start)
                 self._checks.unchecked()
             else:
                 self._cancellation.check()
@@ -68,7 +71,7 @@ class Filler:
                     self._tensor = piece.tensor
                 self._fill_piece(piece, buffer[start:stop])
             start = stop
-        run.read()
+        self._carried.read_into(buffer)
 
     def check(self) -> SourceCheck:
         """Say how far the source's own checksums went, when everything was filled."""
@@ -137,32 +140,51 @@ class Filler:
         return self._open[number]
 
 
-class _Run:
-    """Tensors that lie one behind the other in the source as in the window, to be read at once.
+class _Carried:
+    """Small tensors whose bytes a window takes as they lie in the source; neighbours there are read at once.
 
     What each range costs is the call, and in Python the threads that wait for one another around it: 20,000 tensors of
     4 KB took two threads twice the time that they took one.
     """
 
-    def __init__(self, source: Source, buffer: memoryview, cancellation: Cancellation) -> None:
-        self._source, self._buffer, self._cancellation = source, buffer, cancellation
-        self._path, self._from, self._start, self._nbytes = "", 0, 0, 0
+    def __init__(self, source: Source, cancellation: Cancellation, scratch: memoryview) -> None:
+        self._source, self._cancellation, self._scratch = source, cancellation, scratch
+        self._spans: list[tuple[str, int, int, int]] = []
 
     def add(self, span: Span, start: int) -> None:
-        """Read a span to a place in the window, perhaps later."""
-        behind = self._from + self._nbytes == span.start and self._start + self._nbytes == start
-        if behind and span.path == self._path:
-            self._nbytes += span.length
-            return
-        self.read()
-        self._path, self._from, self._start, self._nbytes = span.path, span.start, start, span.length
+        """Wish for a span at a place in the window."""
+        self._spans.append((span.path, span.start, span.stop, start))
 
-    def read(self) -> None:
-        """Read what was added."""
-        if self._nbytes:
+    def read_into(self, buffer: memoryview) -> None:
+        """Read what was wished for, and wish for nothing."""
+        self._spans.sort()
+        for run in _runs(self._spans):
             self._cancellation.check()
-            self._source.read_into(self._path, self._from, self._buffer[self._start : self._start + self._nbytes])
-        self._nbytes = 0
+            path, first, _, place = run[0]
+            nbytes = run[-1][2] - first
+            in_place = len({at - start for _, start, _, at in run}) == 1
+            target = buffer[place : place + nbytes] if in_place else self._scratch[:nbytes]
+            self._source.read_into(path, first, target)
+            for _, start, stop, at in () if in_place else run:
+                buffer[at : at + stop - start] = target[start - first : stop - first]
+        self._spans.clear()
+
+
+def _runs(spans: Sequence[tuple[str, int, int, int]]) -> Iterator[list[tuple[str, int, int, int]]]:
+    """Put spans together that follow one another, and keep their distance in the window or are few bytes."""
+    run: list[tuple[str, int, int, int]] = []
+    keeps = True
+    for span in spans:
+        path, start, stop, place = span
+        if run:
+            first, last = run[0], run[-1]
+            keeps = keeps and place - start == first[3] - first[1]
+            if last[0] != path or last[2] != start or not (keeps or stop - first[1] <= COPIED_BYTES):
+                yield run
+                run, keeps = [], True
+        run.append(span)
+    if run:
+        yield run
 
 
 class _Room:

@@ -339,20 +339,23 @@ def test_a_wish_to_stop_is_heeded_between_the_tensors_of_a_window() -> None:
     assert source.reads == 10
 
 
-def test_small_tensors_that_lie_one_behind_the_other_are_read_at_once() -> None:
+@pytest.mark.parametrize(
+    ("count", "nbytes", "apart"),
+    [(500, 3, 1), (5, 100 << 10, 3)],  # what is read together to be put apart is copied, so it is not much
+)
+def test_small_tensors_that_lie_one_behind_the_other_are_read_at_once(count: int, nbytes: int, apart: int) -> None:
     sink, wish = fresh(), Cancellation()
     source = Stopping(sink, wish, at=-1)
-    plan = many_small_tensors(sink, 500, [Box.whole((3,))])
+    arrays = [values("U8", (nbytes,), seed) for seed in range(count)]
+    plan = plan_for(sink, [(array, "U8", [Box.whole((nbytes,))]) for array in arrays], window_bytes=1 << 20)
     record = consolidate(plan, source, sink, terms=Terms(cancellation=wish))
     assert source.reads == 1
-    assert record.source.unchecked == 500
-    data = sink.read(plan.path, len(plan.header), plan.size)
-    assert data == b"".join(values("U8", (3,), seed).tobytes() for seed in range(500))
+    assert record.source.unchecked == count
+    assert sink.read(plan.path, len(plan.header), plan.size) == b"".join(array.tobytes() for array in arrays)
     turned = replace(plan, shards=plan.shards[::-1])  # nothing lies behind its neighbour
     consolidate(turned, source, sink, terms=Terms(cancellation=wish))
-    assert source.reads == 501
-    turned_data = b"".join(data[at : at + 3] for at in range(1497, -1, -3))
-    assert sink.read(plan.path, len(plan.header), plan.size) == turned_data
+    assert source.reads == 1 + apart
+    assert sink.read(plan.path, len(plan.header), plan.size) == b"".join(array.tobytes() for array in arrays[::-1])
 
 
 def test_progress_hears_of_every_byte_of_data() -> None:
