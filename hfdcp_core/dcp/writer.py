@@ -37,6 +37,7 @@ from torch.futures import Future
 
 from hfdcp_core.consolidate import Creator
 from hfdcp_core.dcp.agreement import Leader
+from hfdcp_core.dcp.caching import in_full
 from hfdcp_core.dcp.consolidation import consolidate_safetensors_files
 from hfdcp_core.dcp.hand_over import HandOver, Tensors, lead
 from hfdcp_core.dcp.orders import (
@@ -125,10 +126,15 @@ class HuggingFaceStorageWriter(FileSystemWriter):
                 there is no manifest, until somebody makes one.
 
         Raises:
-            UsageError: The path is empty or lost a slash, its protocol is not installed, or ``hash`` is something else.
+            UsageError: The path is empty or lost a slash, its protocol is not installed, or another argument
+                cannot be.
         """
         if hash not in ("now", "later"):
             raise UsageError(f"hash={hash!r}: it is 'now' or 'later'")
+        if max_file_size < 1:
+            raise UsageError(f"max_file_size={max_file_size}: it is a number of bytes, at least 1")
+        odd = [f"{name}: file {file!r}" for name, file in (fqn_to_index_mapping or {}).items() if type(file) is not int]
+        UsageError.raise_for("fqn_to_index_mapping gives each tensor the number of its file, from 1", odd)
         super().__init__(path=".", serialization_format=SerializationFormat.SAFETENSORS, thread_count=thread_count)
         self.fqn_to_index_mapping = fqn_to_index_mapping
         self.save_distributed = save_distributed if save_sharded is None else save_sharded
@@ -213,12 +219,17 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         """Lay out the files, and tell every rank what it writes.
 
         Raises:
-            PlanError: The ranks together do not have every element once, the mapping does not fit, or there are
-                tensors that safetensors cannot hold.
+            PlanError: The ranks together do not have every element once, the mapping does not fit, there is no tensor,
+                or there are some that safetensors cannot hold.
             NoSpace: The disk cannot hold the output.
         """
         self._give_up()
+        plans = in_full(plans)
         ranks = [boxes_of(plan) for plan in plans]
+        PlanError.raise_for(
+            f"{self.path}: no tensor is to be saved, and an older checkpoint would give way to nothing",
+            [] if any(boxes.keys for boxes in ranks) else ["the state dicts of all ranks hold none"],
+        )
         skipped = sorted({item.index.fqn for plan in plans for item in plan.items if not is_tensor(item)})
         if skipped:
             _LOG.warning("%s: no tensors, so not in the weights: %s", self.path, ", ".join(skipped))

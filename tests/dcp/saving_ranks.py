@@ -19,6 +19,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_loc
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -148,6 +149,24 @@ def one_reads_for_all(path: Path) -> str:
     return "no error"
 
 
+def plans_kept(path: Path, options: dict[str, Any]) -> str:
+    """Save with a planner that sends only what changed: twice alike, then with one rank's own tensor more."""
+    seen = []
+    for turn in range(4):
+        state = {"w": distributed(WHOLE + turn), "v": WHOLE - turn}
+        if turn > 1 and dist.get_rank() == 1:
+            state["own"] = WHOLE * turn
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(state, storage_writer=HuggingFaceStorageWriter(path, **options), planner=planner)
+        back = {name: torch.full((8, 6), -1.0) for name in ("w", "v", "own")[: 2 + (turn > 1)]}
+        dcp.load(back, storage_reader=HuggingFaceStorageReader(str(path)))
+        wanted = {"w": WHOLE + turn, "v": WHOLE - turn, "own": WHOLE * turn}
+        seen += [f"{name} in turn {turn}" for name, found in back.items() if not torch.equal(found, wanted[name])]
+    for kept in ("_cached_save_plan", "_cached_final_save_plan", "_cached_all_plans", "_cached_global_plan"):
+        getattr(SavePlanner, kept).clear()
+    return "; ".join(seen) or "right"
+
+
 ONE_PASS = {"save_distributed": True, "enable_consolidation": True}
 
 
@@ -169,6 +188,8 @@ def main() -> None:
         "without collectives, sharded": without_collectives(root / "alone", {"save_distributed": True}),
         "tensors of every rank's own": plain_on_every_rank(root / "own"),
         "consolidated on every rank": every_rank(root / "every"),
+        "plans that a planner keeps, whole": plans_kept(root / "kept-whole", ONE_PASS),
+        "plans that a planner keeps, sharded": plans_kept(root / "kept", {"save_distributed": True}),
         "one rank reads the metadata for all": one_reads_for_all(root / "shared"),
     }
     everywhere: list[Any] = [None] * WORLD

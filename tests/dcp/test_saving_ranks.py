@@ -21,6 +21,8 @@ CASES = [
     "without collectives, sharded",
     "tensors of every rank's own",
     "consolidated on every rank",
+    "plans that a planner keeps, whole",
+    "plans that a planner keeps, sharded",
     "one rank reads the metadata for all",
 ]
 
