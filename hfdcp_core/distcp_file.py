@@ -34,6 +34,7 @@ __all__ = [
     "ObjectContent",
     "TorchItem",
     "hides_tensors",
+    "payload_at_a_glance",
     "read_item",
     "read_metadata",
     "read_object",
@@ -235,6 +236,25 @@ def read_item(
         return _load(raw, Rules(name, _checker(_TENSOR_GLOBALS, name), Budget(name, len(raw)), persistent_ids=True))
 
     return item_of(Item(fetch, length, where), load=load, known=known)
+
+
+def payload_at_a_glance(
+    raw: bytes, dtype: str, shape: tuple[int, ...], *, known: Known[TorchItem] = _ALIKE
+) -> tuple[int, int, int | None] | None:
+    """Find the payload of a whole item that is like a known one and holds just the elements of a box, as wanted.
+
+    Returns:
+        Where the payload begins and ends, and the CRC-32 that is stated for it, if any; None where the item has to be
+        opened by `read_item`, which also says what is wrong with it.
+    """
+    item = Item(lambda start, stop: raw[start:stop], len(raw), "")
+    recalled = known.recall(item)
+    if recalled is None:
+        return None
+    form, alike = recalled
+    if alike.dtype != dtype or alike.shape != shape or not alike.as_wanted:
+        return None
+    return alike.start, alike.stop, form.crc32(item)
 
 
 def _checker(table: Mapping[tuple[str, str], object], where: str) -> Callable[[str, str], object]:

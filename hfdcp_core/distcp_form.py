@@ -61,7 +61,7 @@ class Form:
 
     def fits(self, item: Item) -> bool:
         """Whether an item of the same length is of this form."""
-        return all(item.read(start, start + len(raw)) == raw for start, raw in self.parts)
+        return item.holds(self.parts)
 
     def crc32(self, item: Item) -> int | None:
         """Return the checksum that an item of this form states for its payload.

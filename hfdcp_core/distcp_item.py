@@ -87,6 +87,12 @@ class TorchItem:
         """Whether the elements lie in a row, in order, so that the box is one run of bytes."""
         return row_major(self.unit_shape, self.strides)
 
+    @property
+    def as_wanted(self) -> bool:
+        """Whether the payload is the elements of the box as they are wanted, and nothing else."""
+        whole = self.storage_offset == 0 and self.storage_bytes == math.prod(self.unit_shape) * self.unit_bytes
+        return whole and not self.big_endian and not self.conjugate and self.row_major
+
 
 def row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether strides are those of a row-major tensor; those of extents of 1, or of an empty tensor, say nothing.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -77,6 +77,13 @@ class Item:
             self.fail(f"bytes {start} to {stop} of an item of {self.length} bytes")
         self.looked_at.append((start, stop))
         return self._read(start, stop)
+
+    def holds(self, parts: Iterable[tuple[int, bytes]]) -> bool:
+        """Whether bytes stand in their places; that they were looked at is not noted."""
+        first, piece = self._pieces[0]
+        if not first:  # all of it is at hand
+            return all(piece.startswith(raw, start) for start, raw in parts)
+        return all(self.read(start, start + len(raw)) == raw for start, raw in parts)
 
     def _read(self, start: int, stop: int) -> bytes:
         for first, piece in self._pieces:

@@ -10,26 +10,30 @@ is, into room of their own, and stay there for the tiles that follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from types import EllipsisType
+from typing import NamedTuple
 
 import numpy as np
 
 from hfdcp_core.box import Box
-from hfdcp_core.catalog import Span
-from hfdcp_core.errors import PlanError
+from hfdcp_core.catalog import RAW, Shard
+from hfdcp_core.errors import PlanError, SourceError, StorageError
 from hfdcp_core.manifest import CrcPart, SourceCheck
 from hfdcp_core.numeric import CHUNK, Bits, Workspace
 from hfdcp_core.operate import operate
 from hfdcp_core.plan import Copy, FilePlan, Making
-from hfdcp_core.read import Payload, gather_strided, open_payload, page_aligned
+from hfdcp_core.read import Payload, gather_strided, open_payload, page_aligned, placed
 from hfdcp_core.state import Cancellation
-from hfdcp_core.store import Source
+from hfdcp_core.store import Source, url_of
 from hfdcp_core.tiling import Held, rooms_of, tiles_of
-from hfdcp_core.windows import Copies, Lattice, Piece, Window, carried_whole, view_of
+from hfdcp_core.windows import Copies, Lattice, Piece, Strung, Window, strung_shards, view_of
 
 COPIED_BYTES = 256 << 10
 """Neighbours in the source that are apart in the output are read at once, and then copied, up to so many bytes."""
+SMALL_BYTES = 64 << 10
+"""Archives up to it are read whole, and with their neighbours."""
 
 
 class Filler:
@@ -39,12 +43,12 @@ class Filler:
         """Take a file's plan, the store that its shards lie in, and who may wish for a stop; nothing is read yet."""
         self._plan, self._source, self._cancellation = plan, source, cancellation
         self._copies = Copies(plan)
-        self._whole = {} if source.remote else carried_whole(plan)
+        self._strung = strung_shards(plan, most=min(SMALL_BYTES, plan.window_bytes))
         self._scratch = page_aligned(plan.window_bytes)
         self._item_scratch = page_aligned(plan.window_bytes)
-        self._carried = _Carried(source, cancellation, self._scratch)
         self._open: dict[int, Payload] = {}
         self._checks = _Checks()
+        self._carried = _Carried(source, cancellation, self._scratch, self._item_scratch, self._checks)
         self._tensor = 0
         self._makings = {making.tensor: making for making in plan.makings}
         self._room = _Room(plan)
@@ -60,10 +64,9 @@ class Filler:
         start = 0
         for piece in window:  # of which there may be as many thousands as tensors are small
             stop = start + piece.nbytes
-            span = self._whole.get(piece.tensor)
-            if span is not None and span.length == piece.nbytes:
-                self._carried.add(span, start)
-                self._checks.unchecked()
+            strung = self._strung.get(piece.tensor, ())
+            if strung and sum(nbytes for _, nbytes in strung) == piece.nbytes:
+                self._carried.add(strung, start)
             else:
                 self._cancellation.check()
                 if piece.tensor != self._tensor:
@@ -140,49 +143,117 @@ class Filler:
         return self._open[number]
 
 
+class _Wanted(NamedTuple):
+    """A shard whose elements are wanted at a place in the window; sorted by where the shard lies."""
+
+    path: str
+    start: int
+    stop: int
+    place: int
+    nbytes: int
+    shard: Shard
+
+
 class _Carried:
-    """Small tensors whose bytes a window takes as they lie in the source; neighbours there are read at once.
+    """Shards whose elements a window takes as they lie in the source; neighbours there are read at once.
 
     What each range costs is the call, and in Python the threads that wait for one another around it: 20,000 tensors of
-    4 KB took two threads twice the time that they took one.
+    4 KB took two threads twice the time that they took one. To open a small ``torch.save`` archive costs more than to
+    read it, so one that is like those before it is put in place at a glance.
     """
 
-    def __init__(self, source: Source, cancellation: Cancellation, scratch: memoryview) -> None:
-        self._source, self._cancellation, self._scratch = source, cancellation, scratch
-        self._spans: list[tuple[str, int, int, int]] = []
+    def __init__(
+        self,
+        source: Source,
+        cancellation: Cancellation,
+        scratch: memoryview,
+        item_scratch: memoryview,
+        checks: _Checks,
+    ) -> None:
+        self._source, self._cancellation, self._checks = source, cancellation, checks
+        self._scratch, self._item_scratch = scratch, item_scratch
+        self._wanted: list[_Wanted] = []
 
-    def add(self, span: Span, start: int) -> None:
-        """Wish for a span at a place in the window."""
-        self._spans.append((span.path, span.start, span.stop, start))
+    def add(self, shards: Strung, place: int) -> None:
+        """Wish for shards, one behind the other from a place in the window on."""
+        for shard, nbytes in shards:
+            span = shard.span
+            self._wanted.append(_Wanted(span.path, span.start, span.stop, place, nbytes, shard))
+            place += nbytes
 
     def read_into(self, buffer: memoryview) -> None:
         """Read what was wished for, and wish for nothing."""
-        self._spans.sort()
-        for run in _runs(self._spans):
-            self._cancellation.check()
-            path, first, _, place = run[0]
-            nbytes = run[-1][2] - first
-            in_place = len({at - start for _, start, _, at in run}) == 1
-            target = buffer[place : place + nbytes] if in_place else self._scratch[:nbytes]
-            self._source.read_into(path, first, target)
-            for _, start, stop, at in () if in_place else run:
-                buffer[at : at + stop - start] = target[start - first : stop - first]
-        self._spans.clear()
+        self._wanted.sort(key=itemgetter(0, 1))
+        alone = ([one] for one in self._wanted)  # of a remote source, neighbours were fetched together before
+        for run in alone if self._source.remote else _runs(self._wanted, min(COPIED_BYTES, len(self._scratch))):
+            self._read_run(run, buffer)
+        self._wanted.clear()
+
+    def _read_run(self, run: list[_Wanted], buffer: memoryview) -> None:
+        """Read neighbours; where that fails, one by one, so that whichever is at fault says so itself."""
+        self._cancellation.check()
+        first, stop = run[0], run[-1].stop
+        in_place = _keep_distance(run)
+        at = first.place if in_place else 0
+        held = (buffer if in_place else self._scratch)[at : at + stop - first.start]
+        try:
+            self._source.read_into(first.path, first.start, held)
+        except (SourceError, StorageError):
+            if len(run) == 1:
+                raise
+            for one in run:
+                self._read_run([one], buffer)
+            return
+        if in_place:
+            self._checks.add(SourceCheck(unchecked=len(run)))
+            return
+        for one in run:
+            span = held[one.start - first.start : one.stop - first.start]
+            target = buffer[one.place : one.place + one.nbytes]
+            self._checks.add(placed(one.shard, span, target) or self._opened(one.shard, span, target))
+
+    def _opened(self, shard: Shard, span: memoryview, target: memoryview) -> SourceCheck:
+        """Open a shard as others are, but from its bytes, which are at hand."""
+        payload = open_payload(_AtHand(self._source, shard.span.start, span), shard, scratch=self._item_scratch)
+        payload.read_into(0, target)
+        return payload.check()
 
 
-def _runs(spans: Sequence[tuple[str, int, int, int]]) -> Iterator[list[tuple[str, int, int, int]]]:
-    """Put spans together that follow one another, and keep their distance in the window or are few bytes."""
-    run: list[tuple[str, int, int, int]] = []
+class _AtHand:
+    """A span of a source that was read already."""
+
+    def __init__(self, source: Source, start: int, held: memoryview) -> None:
+        self._source, self._start, self._held = source, start, held
+        self.url = source.url
+
+    def url_of(self, path: str, start: int) -> str:
+        return url_of(self._source, path, start)
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        buffer.cast("B")[:] = self.read(path, start, start + buffer.nbytes)
+
+    def read(self, _path: str, start: int, stop: int) -> bytes:
+        return bytes(self._held[start - self._start : stop - self._start])
+
+
+def _keep_distance(run: Sequence[_Wanted]) -> bool:
+    """Whether shards lie in the window as they lie in their file."""
+    distance = run[0].place - run[0].start
+    return all(one.shard.encoding == RAW and one.place - one.start == distance for one in run)
+
+
+def _runs(wanted: Iterable[_Wanted], most: int) -> Iterator[list[_Wanted]]:
+    """Put shards together that follow one another, and keep their distance in the window or are few bytes."""
+    run: list[_Wanted] = []
     keeps = True
-    for span in spans:
-        path, start, stop, place = span
+    for one in wanted:
         if run:
             first, last = run[0], run[-1]
-            keeps = keeps and place - start == first[3] - first[1]
-            if last[0] != path or last[2] != start or not (keeps or stop - first[1] <= COPIED_BYTES):
+            keeps = keeps and _keep_distance((first, one))
+            if last.path != one.path or last.stop != one.start or not (keeps or one.stop - first.start <= most):
                 yield run
                 run, keeps = [], True
-        run.append(span)
+        run.append(one)
     if run:
         yield run
 
@@ -223,9 +294,6 @@ class _Checks:
     def __init__(self) -> None:
         self._verified = self._unchecked = 0
         self._parts: list[CrcPart] = []
-
-    def unchecked(self) -> None:
-        self._unchecked += 1
 
     def add(self, check: SourceCheck) -> None:
         self._verified += check.verified

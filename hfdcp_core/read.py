@@ -25,11 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hfdcp_core.catalog import RAW, TORCH_SAVE_ZSTD, Shard, Span
-from hfdcp_core.distcp_file import TorchItem, read_item
+from hfdcp_core.distcp_file import TorchItem, payload_at_a_glance, read_item
 from hfdcp_core.errors import CorruptFile
 from hfdcp_core.manifest import CrcPart, SourceCheck
 from hfdcp_core.ops import combine_parts, crc32
-from hfdcp_core.store import Source, url_of
+from hfdcp_core.store import Ranges, Source, url_of
 from hfdcp_core.windows import Lattice, Strides
 from hfdcp_core.zstd_stream import ZstdStream
 
@@ -44,6 +44,7 @@ COMPARED_BYTES = 4 << 20
 """How much of two spans is held in memory while they are compared."""
 MOST_OVERHEAD = 64 << 20
 """How much more than its elements a compressed item may hold: the archive around them, and the rest of a storage."""
+_VERIFIED, _UNCHECKED = SourceCheck(verified=1), SourceCheck(unchecked=1)
 
 
 def page_aligned(nbytes: int) -> memoryview:
@@ -89,7 +90,7 @@ class _Stored:
     """What is known of the payload; nothing of raw bytes."""
 
 
-def open_payload(source: Source, shard: Shard, *, scratch: memoryview, in_order: bool = True) -> Payload:
+def open_payload(source: Ranges, shard: Shard, *, scratch: memoryview, in_order: bool = True) -> Payload:
     """Open a shard for reading.
 
     Args:
@@ -115,7 +116,7 @@ def open_payload(source: Source, shard: Shard, *, scratch: memoryview, in_order:
     return _Strided(stored, item, scratch)
 
 
-def open_item(source: Source, shard: Shard) -> tuple[TorchItem, Fetch]:
+def open_item(source: Ranges, shard: Shard) -> tuple[TorchItem, Fetch]:
     """Find the payload of a shard in its ``torch.save`` archive; no byte of the payload is looked at.
 
     Returns:
@@ -172,7 +173,28 @@ def same_run(one: Fetch, other: Fetch, nbytes: int, *, step: int) -> bool:
     return True
 
 
-def _where(source: Source, shard: Shard) -> str:
+def placed(shard: Shard, span: memoryview, target: memoryview) -> SourceCheck | None:
+    """Put the elements of a small shard in place, of whose span all bytes are at hand.
+
+    Returns:
+        How far they are known to be right; None where that takes a closer look, or where something is wrong with them:
+        then nothing was done, and `open_payload` reads the shard or says what it is.
+    """
+    if shard.encoding == RAW:
+        target[:] = span
+        return _UNCHECKED
+    found = payload_at_a_glance(bytes(span), shard.dtype, shard.box.shape)
+    if found is None:
+        return None
+    start, stop, stated = found
+    payload = span[start:stop]
+    if stated is not None and crc32(payload) != stated:
+        return None
+    target[:] = payload
+    return _UNCHECKED if stated is None else _VERIFIED
+
+
+def _where(source: Ranges, shard: Shard) -> str:
     return f"{url_of(source, shard.span.path, shard.span.start)}: {shard}"
 
 
@@ -180,7 +202,7 @@ def _lattice(shard: Shard) -> Lattice:
     return Lattice.of(shard.dtype, shard.box.shape)
 
 
-def _fetch_from(source: Source, span: Span) -> Fetch:
+def _fetch_from(source: Ranges, span: Span) -> Fetch:
     def fetch(start: int, buffer: memoryview) -> None:
         source.read_into(span.path, span.start + start, buffer)
 

@@ -22,6 +22,7 @@ from hfdcp_core.store_base import Listing, os_faults, refuse_mangled_url, refuse
 __all__ = [
     "Listing",
     "LocalStore",
+    "Ranges",
     "Sink",
     "Source",
     "Upload",
@@ -34,13 +35,30 @@ __all__ = [
 ]
 
 
-class Source(Protocol):
-    """A store that can be read from. Paths are relative to it and separated by ``/``."""
+class Ranges(Protocol):
+    """What ranges of files can be read from. Paths are relative to it and separated by ``/``."""
 
     @property
     def url(self) -> str:
         """Where it is, without secrets."""
         ...
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes from ``start`` on, all of it. Safe to call from many threads.
+
+        Raises:
+            CorruptFile: The file ends before the buffer is full.
+            StorageNotFound: There is no such file.
+        """
+        ...
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        """Return the bytes ``[start, stop)``, all of them; the errors are those of `read_into`."""
+        ...
+
+
+class Source(Ranges, Protocol):
+    """A store that can be read from."""
 
     @property
     def remote(self) -> bool:
@@ -65,19 +83,6 @@ class Source(Protocol):
 
     def stamps(self, paths: Iterable[str]) -> Mapping[str, FileStamp]:
         """Return the stamps of those files that are there, never from a cache, in as few requests as can be."""
-        ...
-
-    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes from ``start`` on, all of it. Safe to call from many threads.
-
-        Raises:
-            CorruptFile: The file ends before the buffer is full.
-            StorageNotFound: There is no such file.
-        """
-        ...
-
-    def read(self, path: str, start: int, stop: int) -> bytes:
-        """Return the bytes ``[start, stop)``, all of them; the errors are those of `read_into`."""
         ...
 
 
@@ -172,7 +177,7 @@ def open_store(url: str | os.PathLike[str], *, storage_options: Mapping[str, obj
     return open_fsspec_store(address, storage_options or {})
 
 
-def url_of(source: Source, path: str, start: int = 0) -> str:
+def url_of(source: Ranges, path: str, start: int = 0) -> str:
     """Return the URL of the place that a byte of a file is read from: where a source joins several, that one's."""
     find = getattr(source, "url_of", None)
     return source.url if find is None else str(find(path, start))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from hfdcp_core.box import Box
-from hfdcp_core.catalog import RAW, Shard, Span, TensorSpec
+from hfdcp_core.catalog import RAW, TORCH_SAVE, Shard, TensorSpec
 from hfdcp_core.dtypes import dtype_named
 from hfdcp_core.errors import PlanError
 from hfdcp_core.operation import grain
@@ -122,23 +122,37 @@ def _pieces(tensor: int, lattice: Lattice, window_bytes: int, step_of: tuple[int
             yield Piece(tensor, Box(offset, (*(1 for _ in outer), rows, *shape[axis + 1 :])), rows * row)
 
 
-def carried_whole(plan: FilePlan) -> dict[int, Span]:
-    """Return where those tensors of a file lie whose bytes are one shard's, all of them and in their order."""
-    return {
-        copy.tensor: shard.span
-        for copy in plan.copies
-        if copy.tensor < len(plan.tensors)
-        for shard in (plan.shards[copy.read.shard],)
-        if shard.encoding == RAW and _is_whole(copy, shard, plan.tensors[copy.tensor][1])
-    }
+Strung = tuple[tuple[Shard, int], ...]
+"""Shards whose elements, one shard behind the other, are a tensor's; with the bytes that the elements of each take."""
 
 
-def _is_whole(copy: Copy, shard: Shard, spec: TensorSpec) -> bool:
-    return (
-        copy.box.shape == spec.shape == shard.box.shape
-        and shard.dtype == spec.dtype
-        and copy.read.strides == row_major(spec.shape)
-    )
+def strung_shards(plan: FilePlan, *, most: int) -> dict[int, Strung]:
+    """Return the shards of those tensors of a file that consist of whole shards in their order: rows, or one for all.
+
+    Of ``torch.save`` archives only those of at most ``most`` bytes count.
+    """
+    grouped = itertools.groupby(plan.copies, key=lambda copy: copy.tensor)
+    plain = ((number, copies) for number, copies in grouped if number < len(plan.tensors))
+    found = ((number, _strung(plan, plan.tensors[number][1], copies, most)) for number, copies in plain)
+    return {number: shards for number, shards in found if shards}
+
+
+def _strung(plan: FilePlan, spec: TensorSpec, copies: Iterable[Copy], most: int) -> Strung:
+    """Return the shards of a tensor; none where one of them is cut, or stands elsewhere, or is a large archive."""
+    bits, rows, shards = dtype_named(spec.dtype).bits, 0, []
+    for copy in copies:
+        shard, shape = plan.shards[copy.read.shard], copy.box.shape
+        nbytes = bits * math.prod(shape) // 8
+        in_order = shard.box.shape == shape and copy.read.strides == row_major(shape)
+        follows = shape[1:] == spec.shape[1:] and copy.box.offset[:1] == (rows,)[: len(shape)]
+        alike = shard.dtype == spec.dtype and (bits >= 8 or shape == spec.shape)
+        length = shard.span.length
+        simple = length == nbytes if shard.encoding == RAW else shard.encoding == TORCH_SAVE and length <= most
+        if not (in_order and follows and alike and simple):
+            return ()
+        shards.append((shard, nbytes))
+        rows += shape[0] if shape else 0
+    return tuple(shards) if rows == sum(spec.shape[:1]) else ()
 
 
 class Copies:

@@ -327,13 +327,13 @@ class Stopping:
 
 def many_small_tensors(sink: Sink, count: int, boxes: list[Box]) -> FilePlan:
     """Return a plan of very many tensors that all fit into one window."""
-    return plan_for(sink, [(values("U8", (3,), seed), "U8", boxes) for seed in range(count)], window_bytes=1 << 20)
+    return plan_for(sink, [(values("U8", (2, 2), seed), "U8", boxes) for seed in range(count)], window_bytes=1 << 20)
 
 
 def test_a_wish_to_stop_is_heeded_between_the_tensors_of_a_window() -> None:
     sink, wish = fresh(), Cancellation()
     source = Stopping(sink, wish, at=10)
-    plan = many_small_tensors(sink, 500, [Box((0,), (1,)), Box((1,), (2,))])
+    plan = many_small_tensors(sink, 500, [Box((0, 0), (2, 1)), Box((0, 1), (2, 1))])  # columns: each is read alone
     with pytest.raises(Cancelled):
         consolidate(plan, source, sink, terms=Terms(cancellation=wish))
     assert source.reads == 10
