@@ -101,6 +101,7 @@ COMMANDS = (
             options.found,
             options.chosen,
             options.numbers,
+            options.counted,
             options.beside,
             options.packed_or_cut,
             options.stored,
