@@ -64,8 +64,8 @@ class Filler:
         start = 0
         for piece in window:  # of which there may be as many thousands as tensors are small
             stop = start + piece.nbytes
-            strung = self._strung.get(piece.tensor, ())
-            if strung and sum(nbytes for _, nbytes in strung) == piece.nbytes:
+            strung = self._strung.get(piece.tensor)
+            if strung and strung.nbytes == piece.nbytes:
                 self._carried.add(strung, start)
             else:
                 self._cancellation.check()
@@ -174,9 +174,9 @@ class _Carried:
         self._scratch, self._item_scratch = scratch, item_scratch
         self._wanted: list[_Wanted] = []
 
-    def add(self, shards: Strung, place: int) -> None:
+    def add(self, strung: Strung, place: int) -> None:
         """Wish for shards, one behind the other from a place in the window on."""
-        for shard, nbytes in shards:
+        for shard, nbytes in strung.shards:
             span = shard.span
             self._wanted.append(_Wanted(span.path, span.start, span.stop, place, nbytes, shard))
             place += nbytes

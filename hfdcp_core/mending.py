@@ -8,7 +8,7 @@ whole: where such an item lies in several places, it is read for that beforehand
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from hfdcp_core.catalog import Shard
 from hfdcp_core.copies import mend
@@ -27,12 +27,12 @@ def mended(source: Source, shards: Iterable[Shard], progress: Progress) -> Sourc
     return found.union
 
 
-def taken_in_parts(plan: FilePlan) -> list[Shard]:
-    """Return the shards that a file takes only parts of."""
+def taken_in_parts(plan: FilePlan) -> Iterator[Shard]:
+    """Yield the shards that a file takes only parts of; nothing is done before somebody asks for the first."""
     taken: Counter[int] = Counter()
     for copy in plan.copies:
         taken[copy.read.shard] += copy.box.volume
-    return [shard for number, shard in enumerate(plan.shards) if taken[number] < shard.box.volume]
+    yield from (shard for number, shard in enumerate(plan.shards) if taken[number] < shard.box.volume)
 
 
 class Furthest:

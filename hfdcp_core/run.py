@@ -38,6 +38,10 @@ _RECORDS = f"{STATE_FOLDER}/records"
 _BESIDE = f"{STATE_FOLDER}/beside.json"
 _GATHERED: dict[bytes, Catalog] = {}
 """The catalog that this process wrote last, by the SHA-256 of its document: it need not be read from it, and once."""
+_RESHARDED: dict[bytes, FilePlan] = {}
+"""The file plans that this process wrote last, likewise."""
+_PLANNED: dict[bytes, PlanSummary] = {}
+"""The plan that this process read last, likewise: every file that is made asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +192,11 @@ class Run:
 
     def save_plan(self, planned: PlanSummary, plan: Plan) -> None:
         """Keep a plan: the copies first, so that where the plan is, they are."""
+        _RESHARDED.clear()
         for number, file in enumerate(plan.files):
-            self.sink.put(_file_plan(number), wire.dump_file_plan(file))
+            raw = wire.dump_file_plan(file)
+            self.sink.put(_file_plan(number), raw)
+            _RESHARDED[hashlib.sha256(raw).digest()] = file
         self.sink.put(_PLAN, wire.dumps("plan", planned))
 
     def planned(self) -> PlanSummary:
@@ -198,7 +205,14 @@ class Run:
         Raises:
             PlanError: There is none.
         """
-        return wire.loads("plan", PlanSummary, self._needed(_PLAN, "reshard"))
+        raw = self._needed(_PLAN, "reshard")
+        digest = hashlib.sha256(raw).digest()
+        found = _PLANNED.get(digest)
+        if found is None:
+            found = wire.loads("plan", PlanSummary, raw)
+            _PLANNED.clear()
+            _PLANNED[digest] = found
+        return found
 
     def file_plan(self, number: int) -> FilePlan:
         """Return the copies of one file, counted from 0.
@@ -206,7 +220,16 @@ class Run:
         Raises:
             PlanError: There is no such file.
         """
-        return wire.load_file_plan(self._needed(_file_plan(number), "reshard"))
+        raw = self._needed(_file_plan(number), "reshard")
+        return _RESHARDED.pop(hashlib.sha256(raw).digest(), None) or wire.load_file_plan(raw)
+
+    def header(self, number: int) -> bytes:
+        """Return the first bytes of a planned file, counted from 0, up to its data.
+
+        Raises:
+            PlanError: There is no such file.
+        """
+        return wire.load_file_header(self._needed(_file_plan(number), "reshard"))
 
     def _needed(self, path: str, step: str) -> bytes:
         raw = self.read(path)

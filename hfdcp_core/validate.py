@@ -90,7 +90,7 @@ def _whole_records(run: Run, planned: PlanSummary) -> tuple[tuple[FileRecord, ..
         if record is None:
             return [f"{file.path}: not whole (never finished, or changed since)"]
         records.append(record)
-        raw = run.file_plan(number).header
+        raw = run.header(number)
         if problems := _differences(run.sink, file.path, raw, file.size):
             return problems
         headers[file.path] = header = parse_header(raw, path=file.path, file_size=file.size)

@@ -9,6 +9,7 @@ row of all its bytes, and whole rows that begin and end with a byte can be copie
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,8 +37,9 @@ class Lattice:
     """Items in each dimension."""
 
     @classmethod
+    @functools.lru_cache(maxsize=4096)
     def of(cls, dtype: str, shape: tuple[int, ...]) -> Lattice:
-        """Return the lattice of a tensor or of a box of one."""
+        """Return the lattice of a tensor or of a box of one; most of a model are of a few shapes."""
         bits = dtype_named(dtype).bits
         if bits >= 8:
             return cls(bits // 8, shape)
@@ -90,7 +92,8 @@ def windows(
     window: list[Piece] = []
     size = 0
     for number, spec in enumerate(tensors):
-        for piece in _pieces(number, Lattice.of(spec.dtype, spec.shape), window_bytes, grains.get(number)):
+        lattice = Lattice.of(spec.dtype, spec.shape)
+        for piece in _pieces(number, lattice, window_bytes, grains.get(number)):
             if window and size + piece.nbytes > window_bytes:
                 yield tuple(window)
                 window, size = [], 0
@@ -100,14 +103,17 @@ def windows(
         yield tuple(window)
 
 
-def _pieces(tensor: int, lattice: Lattice, window_bytes: int, step_of: tuple[int, ...] | None) -> Iterator[Piece]:
+def _pieces(tensor: int, lattice: Lattice, window_bytes: int, step_of: tuple[int, ...] | None) -> Iterable[Piece]:
+    """Return a tensor as one piece where that fits a window."""
+    nbytes = lattice.nbytes
+    if nbytes <= window_bytes or not lattice.shape:
+        return (Piece(tensor, Box.whole(lattice.shape), nbytes),) if nbytes else ()
+    return _slices(tensor, lattice, window_bytes, step_of)
+
+
+def _slices(tensor: int, lattice: Lattice, window_bytes: int, step_of: tuple[int, ...] | None) -> Iterator[Piece]:
     """Cut a tensor along the first dimension whose rows fit a window; every dimension before it item by item."""
     shape = lattice.shape
-    if lattice.nbytes == 0:
-        return
-    if lattice.nbytes <= window_bytes or not shape:
-        yield Piece(tensor, Box.whole(shape), lattice.nbytes)
-        return
     axis = 0
     while axis < len(shape) - 1 and math.prod(shape[axis + 1 :]) * lattice.itemsize > window_bytes:
         axis += 1
@@ -122,8 +128,14 @@ def _pieces(tensor: int, lattice: Lattice, window_bytes: int, step_of: tuple[int
             yield Piece(tensor, Box(offset, (*(1 for _ in outer), rows, *shape[axis + 1 :])), rows * row)
 
 
-Strung = tuple[tuple[Shard, int], ...]
-"""Shards whose elements, one shard behind the other, are a tensor's; with the bytes that the elements of each take."""
+@dataclass(frozen=True, slots=True)
+class Strung:
+    """Shards whose elements, one shard behind the other, are a tensor's."""
+
+    shards: tuple[tuple[Shard, int], ...]
+    """The shards, and the bytes that the elements of each take."""
+    nbytes: int
+    """Bytes of the tensor."""
 
 
 def strung_shards(plan: FilePlan, *, most: int) -> dict[int, Strung]:
@@ -134,11 +146,11 @@ def strung_shards(plan: FilePlan, *, most: int) -> dict[int, Strung]:
     grouped = itertools.groupby(plan.copies, key=lambda copy: copy.tensor)
     plain = ((number, copies) for number, copies in grouped if number < len(plan.tensors))
     found = ((number, _strung(plan, plan.tensors[number][1], copies, most)) for number, copies in plain)
-    return {number: shards for number, shards in found if shards}
+    return {number: strung for number, strung in found if strung}
 
 
-def _strung(plan: FilePlan, spec: TensorSpec, copies: Iterable[Copy], most: int) -> Strung:
-    """Return the shards of a tensor; none where one of them is cut, or stands elsewhere, or is a large archive."""
+def _strung(plan: FilePlan, spec: TensorSpec, copies: Iterable[Copy], most: int) -> Strung | None:
+    """Return the shards of a tensor; None where one of them is cut, or stands elsewhere, or is a large archive."""
     bits, rows, shards = dtype_named(spec.dtype).bits, 0, []
     for copy in copies:
         shard, shape = plan.shards[copy.read.shard], copy.box.shape
@@ -149,10 +161,11 @@ def _strung(plan: FilePlan, spec: TensorSpec, copies: Iterable[Copy], most: int)
         length = shard.span.length
         simple = length == nbytes if shard.encoding == RAW else shard.encoding == TORCH_SAVE and length <= most
         if not (in_order and follows and alike and simple):
-            return ()
+            return None
         shards.append((shard, nbytes))
         rows += shape[0] if shape else 0
-    return tuple(shards) if rows == sum(spec.shape[:1]) else ()
+    total = sum(nbytes for _, nbytes in shards)
+    return Strung(tuple(shards), total) if total == spec.nbytes else None
 
 
 class Copies:

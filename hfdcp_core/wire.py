@@ -128,7 +128,7 @@ def decode(kind: Any, data: Any) -> Any:
     if origin is tuple:
         return _decode_tuple(args, _expect(list, data))
     if origin is not None and issubclass(origin, Mapping):
-        return {key: decode(args[1], item) for key, item in _expect(dict, data).items()}
+        return _decode_mapping(args[1], _expect(dict, data))
     return _expect(kind, data)
 
 
@@ -143,6 +143,7 @@ def _finite(data: Any) -> float:
     return number
 
 
+_PLAIN = (str, int)
 _OTHERWISE: Mapping[Any, Callable[[Any], object]] = {bytes: _bytes, float: _finite}
 """What JSON has a narrower, or a wider, idea of."""
 
@@ -166,6 +167,12 @@ def _decode_dataclass(cls: type, data: Any) -> object:
         odd = sorted(fields.keys() ^ hints.keys())
         raise ValueError(f"{cls.__name__} does not have exactly its fields: {', '.join(odd)}")
     return cls(**{name: decode(hints[name], item) for name, item in fields.items()})
+
+
+def _decode_mapping(kind: Any, items: dict[str, Any]) -> dict[str, object]:
+    if kind in _PLAIN and set(map(type, items.values())) <= {kind}:
+        return items  # of which there may be one for each tensor
+    return {key: decode(kind, item) for key, item in items.items()}
 
 
 def _decode_tuple(args: tuple[Any, ...], items: list[Any]) -> tuple[object, ...]:
@@ -388,6 +395,19 @@ def load_file_plan(raw: bytes) -> FilePlan:
             operands=operands,
             makings=decode(tuple[Making, ...], body["makings"]),
         )
+    except _BAD as error:
+        raise ValidationError(f"not a readable file plan: {error}") from error
+
+
+def load_file_header(raw: bytes) -> bytes:
+    """Read of a file plan only the first bytes of the file.
+
+    Raises:
+        ValidationError: It is no file plan.
+    """
+    body = _decompress("file plan", raw)
+    try:
+        return _bytes(body["header"])
     except _BAD as error:
         raise ValidationError(f"not a readable file plan: {error}") from error
 

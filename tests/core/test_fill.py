@@ -19,7 +19,7 @@ from hfdcp_core.errors import HfdcpError
 from hfdcp_core.manifest import SourceCheck
 from hfdcp_core.plan import Copy, FilePlan, Read, row_major
 from hfdcp_core.store import Sink, open_store
-from hfdcp_core.windows import strung_shards
+from hfdcp_core.windows import Strung, strung_shards
 
 
 def saved(tensor: torch.Tensor) -> bytes:
@@ -181,10 +181,12 @@ def test_a_tensor_of_anything_else_than_whole_shards_in_a_row_is_read_as_boxes(
 
 def test_whole_shards_in_a_row_are_found() -> None:
     two = [rows(0, 1), rows(1, 3)]
-    assert strung_shards(plan_of(two, TensorSpec("F32", SHAPE)), most=0) == {0: ((two[0], 12), (two[1], 36))}
+    assert strung_shards(plan_of(two, TensorSpec("F32", SHAPE)), most=0) == {
+        0: Strung(((two[0], 12), (two[1], 36)), 48)
+    }
     scalar = Shard("w", "F32", Box((), ()), Span("a", 0, 4))
-    assert strung_shards(plan_of([scalar], TensorSpec("F32", ())), most=0) == {0: ((scalar, 4),)}
+    assert strung_shards(plan_of([scalar], TensorSpec("F32", ())), most=0) == {0: Strung(((scalar, 4),), 4)}
     packed = Shard("w", "F4", Box.whole((3, 2)), Span("a", 0, 3))
-    assert strung_shards(plan_of([packed], TensorSpec("F4", (3, 2))), most=0) == {0: ((packed, 3),)}
+    assert strung_shards(plan_of([packed], TensorSpec("F4", (3, 2))), most=0) == {0: Strung(((packed, 3),), 3)}
     operand = [Copy(1, WHOLE.box, Read(0, 0, (3, 1)))]
     assert strung_shards(plan_of([WHOLE], TensorSpec("F32", SHAPE), operand), most=0) == {}

@@ -476,3 +476,11 @@ def typed(value: object) -> bool:
     if type(value) is float:
         return math.isfinite(value)
     return value is None or type(value) in {bool, int, str, bytes}
+
+
+@pytest.mark.parametrize("body", [{}, {"header": 5}, {"header": "no base64!"}], ids=["absent", "a number", "damaged"])
+def test_a_file_plan_without_a_header_is_refused(body: dict[str, object]) -> None:
+    document = json.dumps({"hfdcp": "file plan", "version": wire.VERSION, "value": body}).encode()
+    with pytest.raises(ValidationError, match="not a readable file plan"):
+        wire.load_file_header(gzip.compress(document))
+    assert wire.load_file_header(wire.dump_file_plan(PLAN)) == PLAN.header
