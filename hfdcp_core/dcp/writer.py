@@ -29,7 +29,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -135,7 +136,8 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             raise UsageError(f"max_file_size={max_file_size}: it is a number of bytes, at least 1")
         odd = [f"{name}: file {file!r}" for name, file in (fqn_to_index_mapping or {}).items() if type(file) is not int]
         UsageError.raise_for("fqn_to_index_mapping gives each tensor the number of its file, from 1", odd)
-        super().__init__(path=".", serialization_format=SerializationFormat.SAFETENSORS, thread_count=thread_count)
+        self.rank, self.use_collectives = None, True  # torch before 2.9 tells neither
+        super().__init__(path=".", thread_count=thread_count, **_as_safetensors())
         self.fqn_to_index_mapping = fqn_to_index_mapping
         self.save_distributed = save_distributed if save_sharded is None else save_sharded
         self.enable_consolidation = enable_consolidation or consolidated_output_path is not None
@@ -402,6 +404,12 @@ class HuggingFaceStorageWriter(FileSystemWriter):
     def metadata_path(self) -> str:
         """Name of the index."""
         return INDEX_PATH
+
+
+def _as_safetensors() -> dict[str, Any]:
+    """Tell torch's own class which format it is for; before 2.8 it knows but one."""
+    formats = getattr(filesystem, "SerializationFormat", None)
+    return {"serialization_format": formats.SAFETENSORS} if formats else {}
 
 
 def _done(results: list[WriteResult]) -> Future[list[WriteResult]]:

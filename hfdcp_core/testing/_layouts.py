@@ -13,14 +13,13 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from hfdcp_core.testing._net import Net, filled, sharded, tensor_parallel, trained, two_dimensional
 from hfdcp_core.testing._values import DTYPES, whole
-from hfdcp_core.testing._world import State, World, builder, cut, renamed, under
+from hfdcp_core.testing._world import State, World, builder, cut, renamed, sharded_safetensors, under
 
 # ---------------------------------------------------------------- FSDP2, HSDP, DDP
 
@@ -279,7 +278,7 @@ MAPPED = {f"t{number}": 1 + number % 2 for number in range(6)}
 """Which file of its rank each tensor of `hf_mapped` goes to."""
 
 
-@builder(writer=partial(HuggingFaceStorageWriter, save_distributed=True, fqn_to_index_mapping=MAPPED))
+@builder(writer=partial(sharded_safetensors, mapping=MAPPED))
 def hf_mapped(world: World) -> State:
     mesh = world.mesh()
     return {name: cut(world.recorder.make(name, (5, 3)), mesh) for name in MAPPED}

@@ -5,11 +5,9 @@ A function's name is the name of its case; `hfdcp_core.testing.checkpoints.CASES
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._extension import ZStandard
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import Replicate, Shard
 
@@ -18,11 +16,13 @@ from hfdcp_core.testing._values import whole
 from hfdcp_core.testing._world import State, World, builder, cut
 
 
-def _zstd(path: str) -> FileSystemWriter:
-    return FileSystemWriter(path, _extensions=[ZStandard()])
+def _zstd(path: str) -> filesystem.FileSystemWriter:
+    return filesystem.FileSystemWriter(path, _extensions=[ZStandard()])
 
 
-_IN_SAFETENSORS = partial(FileSystemWriter, serialization_format=SerializationFormat.SAFETENSORS)
+def _in_safetensors(folder: str) -> filesystem.FileSystemWriter:
+    """Return a writer of a kind that torch has since 2.8."""
+    return filesystem.FileSystemWriter(folder, serialization_format=filesystem.SerializationFormat.SAFETENSORS)
 
 
 @builder(writer=_zstd)
@@ -39,12 +39,12 @@ def zstd(world: World) -> State:
     }
 
 
-@builder(writer=_IN_SAFETENSORS)
+@builder(writer=_in_safetensors)
 def safetensors_inside(world: World) -> State:
     return {**sharded(world), "step": 3, "note": "objects lie before the tensors"}
 
 
-@builder(writer=_IN_SAFETENSORS)
+@builder(writer=_in_safetensors)
 def safetensors_inside_only(world: World) -> State:
     mesh = world.mesh()
     return {
@@ -53,7 +53,7 @@ def safetensors_inside_only(world: World) -> State:
     }
 
 
-@builder(writer=lambda path: FileSystemWriter(path, single_file_per_rank=True, thread_count=3))
+@builder(writer=lambda path: filesystem.FileSystemWriter(path, single_file_per_rank=True, thread_count=3))
 def threads(world: World) -> State:
     return {**sharded(world), "step": 1}
 

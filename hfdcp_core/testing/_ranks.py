@@ -17,18 +17,16 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from hfdcp_core.testing import (  # noqa: F401  (they enter their builders in BUILDERS)
     _layouts,
@@ -38,11 +36,11 @@ from hfdcp_core.testing import (  # noqa: F401  (they enter their builders in BU
 )
 from hfdcp_core.testing._orders import Order
 from hfdcp_core.testing._truth import CHECKPOINT_NAME, Truth, TruthTensor, write_truth
-from hfdcp_core.testing._world import BUILDERS, State, World
+from hfdcp_core.testing._world import BUILDERS, State, World, sharded_safetensors
 
 WRITERS: dict[str, Callable[[str], FileSystemWriter]] = {
     "dcp": FileSystemWriter,
-    "dcp-safetensors": partial(HuggingFaceStorageWriter, save_distributed=True),
+    "dcp-safetensors": sharded_safetensors,
 }
 """torch's writer for each format."""
 LOG_TAIL = 8000
@@ -137,11 +135,11 @@ def write_one(order: Order, rank: int) -> None:
     state = builder.build(world, **order.settings)
     writer = (builder.writer or WRITERS[order.format])(str(world.checkpoint))
     if builder.save == "in_background":
-        saved = async_save(state, storage_writer=writer)
-        (saved.upload_completion if isinstance(saved, AsyncSaveResponse) else saved).result()
+        saved: Any = async_save(state, storage_writer=writer)
+        getattr(saved, "upload_completion", saved).result()
     else:
-        together = builder.save == "together"
-        save(state, storage_writer=writer, no_dist=world.ranks == 1, use_collectives=together)
+        alone = {"use_collectives": False} if builder.save == "each_rank_alone" else {}  # torch knows it since 2.9
+        save(state, storage_writer=writer, no_dist=world.ranks == 1, **alone)
     tensors, objects = gather_truth(world, state)
     if rank == 0:
         names = {name: clean for name in tensors if (clean := builder.published(name)) is not None}

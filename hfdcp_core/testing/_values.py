@@ -19,8 +19,8 @@ from hfdcp_core.testing._truth import TruthTensor
 BLOCK = 1 << 17
 """Random 64-bit words that are drawn once for a tensor; larger tensors repeat them, mixed with the block's number."""
 _MIX = 0x9E3779B97F4A7C15
-DTYPES = {row.name: getattr(torch, row.torch) for row in TABLE if row.torch}
-"""Every dtype that both safetensors and torch have."""
+DTYPES = {row.name: getattr(torch, row.torch) for row in TABLE if row.torch and hasattr(torch, row.torch)}
+"""Every dtype that both safetensors and this torch have."""
 
 
 def words(name: str, count: int) -> npt.NDArray[np.uint64]:

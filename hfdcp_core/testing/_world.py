@@ -16,6 +16,14 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hfdcp_core.testing._values import Recorder
 
+
+def sharded_safetensors(folder: str, mapping: dict[str, int] | None = None) -> FileSystemWriter:
+    """Return torch's own writer of sharded safetensors, which torch has since 2.8."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    return HuggingFaceStorageWriter(folder, mapping, save_distributed=True)
+
+
 State = dict[str, object]
 """A state dict, perhaps nested, as ``dcp.save`` takes it."""
 Save = Literal["together", "each_rank_alone", "in_background"]

@@ -344,3 +344,47 @@ def test_continuous_integration_holds_the_coverage_of_exactly_the_pure_half() ->
     held = {name for line in lines for name in re.findall(r"\w+", line)} - {"pure"}
     core = ROOT / "hfdcp_core"
     assert held == {name for name in PURE if (core / f"{name}.py").exists() or (core / name).is_dir()}
+
+
+IN_TORCH_2_7 = {
+    "torch": "nn",
+    "torch.distributed._shard.sharded_tensor": "init_from_local_shards",
+    "torch.distributed._shard.sharded_tensor.shard": "Shard",
+    "torch.distributed.checkpoint": "filesystem",
+    "torch.distributed.checkpoint._extension": "ZStandard",
+    "torch.distributed.checkpoint._nested_dict": "flatten_state_dict",
+    "torch.distributed.checkpoint.default_planner": "DefaultLoadPlanner DefaultSavePlanner",
+    "torch.distributed.checkpoint.filesystem": "FileSystemReader FileSystemWriter _StorageInfo",
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata",
+    "torch.distributed.checkpoint.planner": "LoadPlan LoadPlanner ReadItem SavePlan SavePlanner TensorWriteData "
+    "WriteItem WriteItemType",
+    "torch.distributed.checkpoint.planner_helpers": "create_read_items_for_chunk_list",
+    "torch.distributed.checkpoint.state_dict": "get_state_dict",
+    "torch.distributed.checkpoint.state_dict_saver": "async_save save",
+    "torch.distributed.checkpoint.storage": "WriteResult",
+    "torch.distributed.device_mesh": "DeviceMesh init_device_mesh",
+    "torch.distributed.fsdp": "FullyShardedDataParallel StateDictType fully_shard",
+    "torch.distributed.tensor": "DTensor Replicate Shard distribute_tensor",
+    "torch.distributed.tensor.parallel": "ColwiseParallel RowwiseParallel parallelize_module",
+    "torch.distributed.tensor.parallel.style": "ParallelStyle",
+    "torch.distributed.tensor.placement_types": "Placement _StridedShard",
+    "torch.futures": "Future",
+}
+"""What we import from torch, all of which the oldest release that we run on has (looked up in 2.7.1).
+
+What is younger is asked for with ``getattr``, or imported where somebody calls for it.
+"""
+
+
+def test_nothing_is_imported_from_torch_that_its_oldest_release_lacks() -> None:
+    known = {(module, name) for module, names in IN_TORCH_2_7.items() for name in names.split()}
+    found = {
+        (node.module, alias.name)
+        for path in sorted((ROOT / "hfdcp_core").rglob("*.py"))
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch"
+        for alias in node.names
+    }
+    assert found - known == set()
+    assert known - found == set()
