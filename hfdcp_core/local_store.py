@@ -17,7 +17,7 @@ from hfdcp_core.descriptors import DescriptorPool, affordable
 from hfdcp_core.errors import CorruptFile, StorageNotFound
 from hfdcp_core.file_lock import has_locks, locked
 from hfdcp_core.lease import hold_lease
-from hfdcp_core.local_upload import LocalUpload, is_temporary, remove_if_dead, sync_folder
+from hfdcp_core.local_upload import LocalUpload, is_temporary, kept_in_being, remove_if_dead, sync_folder
 from hfdcp_core.store_base import (
     STATE_FOLDER,
     Listing,
@@ -110,13 +110,22 @@ class LocalStore:
                 raise
         return upload
 
-    def adopt(self, temporary: str, path: str) -> None:
-        """Make a file appear that another process wrote and left (`LocalUpload.leave`)."""
-        full = self._full(path)
-        self._pool.drop(full)
-        with os_faults(f"write {full}"):
-            Path(temporary).replace(full)
-            sync_folder(os.path.dirname(full))  # noqa: PTH120
+    def adopt(self, left: Mapping[str, str]) -> None:
+        """Make files appear, one right after the other, that other processes wrote and left (`LocalUpload.leave`).
+
+        Args:
+            left: Path of each, by the name that it was left under.
+        """
+        moves = {temporary: self._full(path) for temporary, path in left.items()}
+        for full in moves.values():
+            self._pool.drop(full)
+        with kept_in_being(moves.values()):
+            for temporary, full in moves.items():
+                with os_faults(f"write {full}"):
+                    Path(temporary).replace(full)
+        for folder in {os.path.dirname(full) for full in moves.values()}:  # noqa: PTH120
+            with os_faults(f"write {folder}"):
+                sync_folder(folder)
 
     def put(self, path: str, data: bytes) -> None:
         """Write a small file, whole or not at all."""

@@ -18,9 +18,11 @@ onto a block.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import secrets
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -30,6 +32,9 @@ from hfdcp_core.store_base import TEMPORARY, os_faults
 
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
 _NAME_CHARACTERS = 60  # of the final name within the temporary one: 255 bytes must hold both
+
+MOST_KEPT = 128
+"""Files that are held while others take their place, since a process may not open many more."""
 
 
 class LocalUpload:
@@ -42,7 +47,7 @@ class LocalUpload:
             OSError: It cannot be made.
         """
         self._final, self._size = final, size
-        self._written = 0
+        self._written, self._settled = 0, False
         self._temporary, self._fd = _make(Path(final))
 
     def reserve(self) -> None:
@@ -93,26 +98,49 @@ class LocalUpload:
         """Take it that other processes have written all of the rest."""
         self._written = self._size
 
-    def commit(self) -> None:
-        """Make the file durable, then visible.
+    def settle(self) -> None:
+        """Make the file durable, under its temporary name still: then nothing but a name is left to change.
 
         Raises:
             ValidationError: More or fewer bytes came than were announced.
         """
         if self._written != self._size:
             raise ValidationError(f"{self._final}: {self._size} bytes were announced, {self._written} were written")
+        if not self._settled:
+            with os_faults(f"write {self._final}"):
+                os.fsync(self._fd)
+        self._settled = True
+
+    def appear(self) -> None:
+        """Give a settled file its name, which a crash of the machine may still take back; see `sync_folder`."""
         with os_faults(f"write {self._final}"):
-            os.fsync(self._fd)
             self._temporary.replace(self._final)
-            self._close()
-            sync_folder(os.path.dirname(self._final))  # noqa: PTH120
+        self._close()
+
+    def commit(self) -> None:
+        """Make the file durable, then visible.
+
+        Raises:
+            ValidationError: More or fewer bytes came than were announced.
+        """
+        self.settle()
+        self.appear()
+        with os_faults(f"write {self._final}"):
+            sync_folder(self.folder)
+
+    @property
+    def final(self) -> str:
+        """Where the file appears."""
+        return self._final
+
+    @property
+    def folder(self) -> str:
+        """The folder that the file appears in."""
+        return os.path.dirname(self._final)  # noqa: PTH120
 
     def leave(self) -> str:
         """Make the file durable and leave it under its temporary name, for another process to adopt; return that."""
-        if self._written != self._size:
-            raise ValidationError(f"{self._final}: {self._size} bytes were announced, {self._written} were written")
-        with os_faults(f"write {self._final}"):
-            os.fsync(self._fd)
+        self.settle()
         self._close()
         return str(self._temporary)
 
@@ -182,6 +210,19 @@ def remove_if_dead(temporary: Path) -> None:
             temporary.unlink(missing_ok=True)
     finally:
         os.close(fd)
+
+
+@contextmanager
+def kept_in_being(paths: Iterable[str]) -> Iterator[None]:
+    """Hold files that others are about to replace, so that this takes no longer than to change their names.
+
+    What takes long is to free the blocks of a large file, which the last one to let go of it does: after the context.
+    """
+    with ExitStack() as held:
+        for path in itertools.islice(paths, MOST_KEPT):
+            with suppress(OSError):  # there is none, or it is not ours to read
+                held.callback(os.close, os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+        yield
 
 
 def sync_folder(folder: str) -> None:

@@ -8,7 +8,7 @@ Local files have a path of their own (`hfdcp_core.local_store`); every other URL
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +16,7 @@ from typing import Protocol
 from hfdcp_core.catalog import FileStamp
 from hfdcp_core.errors import UsageError
 from hfdcp_core.local_store import LocalStore
+from hfdcp_core.local_upload import LocalUpload, kept_in_being, sync_folder
 from hfdcp_core.storage_options import configure, configured
 from hfdcp_core.store_base import Listing, os_faults, refuse_mangled_url, refuse_nameless_url
 
@@ -26,6 +27,7 @@ __all__ = [
     "Sink",
     "Source",
     "Upload",
+    "commit_all",
     "configure",
     "configured",
     "name_in",
@@ -175,6 +177,25 @@ def open_store(url: str | os.PathLike[str], *, storage_options: Mapping[str, obj
     from hfdcp_core.fsspec_store import open_fsspec_store
 
     return open_fsspec_store(address, storage_options or {})
+
+
+def commit_all(uploads: Collection[Upload]) -> None:
+    """Let finished files appear, one right after the other: a process that dies meanwhile leaves only some of them.
+
+    So where they are on this machine's disk, all are durable before the first gets its name.
+    """
+    local = [upload for upload in uploads if isinstance(upload, LocalUpload)]
+    for upload in local:
+        upload.settle()
+    with kept_in_being(upload.final for upload in local):
+        for upload in local:
+            upload.appear()
+    for folder in {upload.folder for upload in local}:
+        with os_faults(f"write {folder}"):
+            sync_folder(folder)
+    for other in uploads:
+        if not isinstance(other, LocalUpload):
+            other.commit()
 
 
 def url_of(source: Ranges, path: str, start: int = 0) -> str:

@@ -20,7 +20,7 @@ from hfdcp_core.layout import Target
 from hfdcp_core.manifest import FileRecord
 from hfdcp_core.ops import EMPTY_DIGEST, digest_text, extend_digest
 from hfdcp_core.plan import reshard
-from hfdcp_core.store import LocalStore, os_faults
+from hfdcp_core.store import LocalStore, commit_all, os_faults
 
 WINDOW_BYTES = 4 << 20
 """How much of a tensor is hashed and written at a time, or of a file when it is read back."""
@@ -120,11 +120,15 @@ class SharedOutput:
         plan = reshard(catalog, self._target, window_bytes=WINDOW_BYTES)
         return [consolidate(file, self._sink, Nowhere()) for file in plan.files]
 
-    def commit(self) -> None:
-        """Let the files appear."""
+    def settle(self) -> None:
+        """Make durable what all ranks wrote, which takes long."""
         for upload in self._uploads.values():
             upload.written_elsewhere()
-            upload.commit()
+            upload.settle()
+
+    def commit(self) -> None:
+        """Let the files appear."""
+        commit_all(self._uploads.values())
 
     def abort(self) -> None:
         """Remove what did not appear."""

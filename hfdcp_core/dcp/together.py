@@ -13,7 +13,7 @@ from hfdcp_core import wire
 from hfdcp_core.errors import CorruptFile, StorageNotFound, ValidationError
 from hfdcp_core.manifest import INDEX_PATH, MANIFEST_PATH, Manifest
 from hfdcp_core.safetensors_file import parse_index
-from hfdcp_core.store import Sink, Upload
+from hfdcp_core.store import Sink, Upload, commit_all
 
 
 class Together:
@@ -38,8 +38,7 @@ class Together:
         """
         if not all(held.whole for held in self._held):
             raise ValidationError("a file that belongs to the output was not finished")
-        for held in self._held:
-            held.upload.commit()
+        commit_all([held.upload for held in self._held])
         self._held.clear()
 
     def abort(self) -> None:
@@ -60,7 +59,9 @@ class _Held:
         self.upload.write(buffer)
 
     def commit(self) -> None:
-        """Say that the file is whole."""
+        """Say that the file is whole, and let it be durable before any gets its name."""
+        if settle := getattr(self.upload, "settle", None):
+            settle()
         self.whole = True
 
     def abort(self) -> None:

@@ -343,8 +343,9 @@ class HuggingFaceStorageWriter(FileSystemWriter):
 
     def _appear_whole(self, made: Sequence[Made]) -> None:
         records = [each.record for each in made]
-        if self._shared is not None and self.hash == "now":
-            records = self._shared.records()
+        if self._shared is not None:
+            records = self._shared.records() if self.hash == "now" else records
+            self._shared.settle()
         sink, files = self._sink(), self._shared or self._held
         former = withdraw(sink)
         if files is not None and self._target is not None:
@@ -396,9 +397,9 @@ class HuggingFaceStorageWriter(FileSystemWriter):
 
     @staticmethod
     def _adopt(sink: Sink, made: Sequence[Made]) -> None:
-        for each in made:
-            if each.left and isinstance(sink, LocalStore):
-                sink.adopt(each.left, each.record.path)
+        left = {each.left: each.record.path for each in made if each.left}
+        if left and isinstance(sink, LocalStore):
+            sink.adopt(left)
 
     @property
     def metadata_path(self) -> str:

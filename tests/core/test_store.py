@@ -17,10 +17,11 @@ from hfdcp_core.errors import (
     StorageError,
     StorageNotFound,
     UsageError,
+    ValidationError,
 )
 from hfdcp_core.fsspec_store import PIECE_BYTES, READ_PAUSES_S, FsspecStore
 from hfdcp_core.fsspec_upload import block_bytes
-from hfdcp_core.store import LocalStore, configure, open_store
+from hfdcp_core.store import LocalStore, commit_all, configure, open_store
 from hfdcp_core.testing.faulty import FOREIGN_ERRORS, FOREVER, Fault, Faults, faulty_store
 
 SECRET = "hunter2-and-more"
@@ -302,3 +303,19 @@ def test_no_file_has_too_many_parts_for_any_storage(size: int) -> None:
     assert -(-size // block) <= 9_000
     assert block % (256 << 10) == 0
     assert block >= 16 << 20
+
+
+def test_files_that_appear_together_are_all_finished_before_the_first_has_its_name(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for name in ("a", "b"):
+        store.put(name, b"old")
+    uploads = [store.create(name, 3) for name in ("a", "b", "c")]
+    for upload, data in zip(uploads, (b"new", b"new", b"ne"), strict=True):
+        upload.write(memoryview(data))
+    with pytest.raises(ValidationError, match="2 were written"):
+        commit_all(uploads)
+    assert (store.read_whole("a"), store.read_whole("b")) == (b"old", b"old")
+    uploads[2].write(memoryview(b"w"))
+    commit_all(uploads)
+    assert [store.read_whole(name) for name in "abc"] == [b"new"] * 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
