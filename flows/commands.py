@@ -129,6 +129,7 @@ def job_of(args: Namespace) -> Job:
     if "shard_dim" in given and not args.ranks:
         raise UsageError("--shard-dim says how tensors are cut for ranks: say for how many (--ranks M)")
     given |= {name: tuple(given[name]) for name in ("include", "exclude", "also", "keep_dtype") if name in given}
+    given |= {"sizes": dict(given["sizes"])} if "sizes" in given else {}
     job = Job(**({"source": "", "sink": ""} | given) | ({"memory_bytes": args.memory} if "memory" in args else {}))
     assert job.window_bytes  # refuses too little memory before anything is read
     for protocol, options in storage_options(args, job).items():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from hfdcp_core.recipe_sources import shipped
 from hfdcp_core.statistics import BASIC, LEVELS
-from hfdcp_flows.typed import block, count, file_index, filled, json_object, refusable, size
+from hfdcp_flows.typed import block, count, file_index, filled, json_object, named_size, refusable, size
 
 
 def source(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +101,17 @@ def chosen(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         type=filled,
         default="auto",
-        help="auto: wrapper prefixes cleaned (default); none: names as saved; or rules such as module,strip:net",
+        help="auto: wrapper prefixes cleaned (default); none: names as saved; rules such as module,strip:net; "
+        f"{', '.join(shipped())}; transformers; a file (.yaml); or module:function, which is traced",
+    )
+    group.add_argument(
+        "--size",
+        dest="sizes",
+        metavar="NAME=N",
+        type=named_size,
+        action="append",
+        default=[],
+        help="a size that the recipe asks for and no config states; may be repeated",
     )
     group.add_argument(
         "--world-size",

@@ -12,6 +12,7 @@ from hfdcp_core.hub import Receipt
 from hfdcp_core.inspection import Inspection, Tensor, Wanted
 from hfdcp_core.job import Gathered, Job, Planned
 from hfdcp_core.manifest import MANIFEST_PATH, Manifest
+from hfdcp_core.name_patterns import collapsed
 from hfdcp_core.picture import HOLE, OVERLAP, draw
 from hfdcp_core.quantization import Change
 from hfdcp_core.statistics import merged, told
@@ -178,6 +179,7 @@ def of_plan(gathered: Gathered, planned: Planned, job: Job) -> Answer:
         *gathered.said,
         *_notes(gathered.skipped, gathered.unproved),
         *_tied(planned.tied),
+        *(f"left out by the recipe: {line}" for line in collapsed(planned.dropped)),
         *map(_change, planned.changes),
         f"would write {files}, {size}, by {copies}, in at most {planned.peak_bytes >> 20} MiB of memory",
         *_uncut(planned.uncut, job.shard_dim),

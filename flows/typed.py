@@ -78,6 +78,18 @@ def refusable(text: str) -> tuple[str, ...]:
     return kinds
 
 
+def named_size(text: str) -> tuple[str, int]:
+    """Return the name and the number of a size.
+
+    >>> named_size("num_attention_heads=32")
+    ('num_attention_heads', 32)
+    """
+    found = re.fullmatch(r"([A-Za-z_]\w*)=([1-9]\d*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size with a name; write for example num_attention_heads=32")
+    return found[1], int(found[2])
+
+
 def json_object(text: str) -> Mapping[str, object]:
     """Return a JSON object, given as such or as ``@file``.
 

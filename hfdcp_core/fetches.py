@@ -119,7 +119,8 @@ class _Cutter:
         """Take what a piece is read or made from; what is held already for an operation is not read again."""
         for read in reads_of(self._makings.get(piece.tensor), piece, self._plan.window_bytes):
             if self._held.get(read.tensor) != read:
-                self._take(number, read)
+                for finer, _ in self._copies.fine(read):
+                    self._take(number, finer)
             if piece.tensor in self._makings:
                 self._held[read.tensor] = read
 
@@ -188,7 +189,7 @@ def _wanted(shard: Shard, copy: Copy, box: Box, shared: Box) -> tuple[int, int] 
         return (0, length) if length <= FETCH_BYTES else None
     around = length - lattice.nbytes
     part = view_of(copy, shard).part(shared.relative_to(box).offset, shared.shape)
-    in_order = copy.read.strides == row_major(shard.box.shape)
+    in_order = copy.read.strides == row_major(shard.box.shape) or part.forward or part.solid
     if not in_order or not 0 <= around <= WHOLE_BYTES or part.reach > SPARSE * shared.volume:
         return None
     # Where in an item its payload begins is not known yet, but what lies around it is little.

@@ -24,7 +24,7 @@ from hfdcp_core.manifest import CrcPart, SourceCheck
 from hfdcp_core.numeric import CHUNK, Bits, Workspace
 from hfdcp_core.operate import operate
 from hfdcp_core.plan import Copy, FilePlan, Making
-from hfdcp_core.read import Payload, gather_strided, open_payload, page_aligned, placed
+from hfdcp_core.read import Payload, check_item, gather_strided, open_payload, page_aligned, placed
 from hfdcp_core.state import Cancellation
 from hfdcp_core.store import Source, url_of
 from hfdcp_core.tiling import Held, rooms_of, tiles_of
@@ -51,6 +51,10 @@ class Filler:
         self._carried = _Carried(source, cancellation, self._scratch, self._item_scratch, self._checks)
         self._tensor = 0
         self._makings = {making.tensor: making for making in plan.makings}
+        self._zeros: dict[int, list[Box]] = {}
+        for zeros in plan.zeros:
+            self._zeros.setdefault(zeros.tensor, []).append(zeros.box)
+        self._taken = _taken(plan)
         self._room = _Room(plan)
 
     def fill(self, window: Window, buffer: memoryview) -> None:
@@ -84,8 +88,12 @@ class Filler:
     def _close(self) -> None:
         """Check the payloads of a tensor that is done: no later piece reads them."""
         self._room.forget()
-        for payload in self._open.values():
-            self._checks.add(payload.check())
+        for number, payload in self._open.items():
+            check = payload.check()
+            if check.parts and self._taken.get(number):  # all of it was read, though not in a way that adds up
+                check_item(self._source, self._plan.shards[number], scratch=self._item_scratch)
+                check = SourceCheck(verified=1)
+            self._checks.add(check)
         self._open.clear()
 
     def overflowed(self) -> Mapping[str, int]:
@@ -115,7 +123,9 @@ class Filler:
         found = self._room.held.get(place)
         if found is None or found[0] != held.piece:
             array = array_of(self._room.of(place, held.piece.nbytes), self._dtype_of(number), held.piece.box)
-            self._read_piece(held.piece, array, in_order=held.in_order)
+            for finer, part in self._copies.fine(held.piece):
+                view = array[part_of(part)].reshape(finer.box.shape)  # which cuts dimensions, and copies nothing
+                self._read_piece(finer, view, in_order=held.in_order)
             self._room.held[place] = found = (held.piece, array)
         return found[1][part_of(held.needed.relative_to(held.piece.box))]
 
@@ -124,16 +134,25 @@ class Filler:
 
     def _read_piece(self, piece: Piece, target: Bits, *, in_order: bool = True) -> None:
         """Read a piece of a plain tensor, or a box of an operand."""
-        filled = 0
+        filled = self._fill_with_zeros(piece, target)
         for copy, box, shared in self._copies.meeting(piece):
             out = target[part_of(shared.relative_to(piece.box))]
             view = view_of(copy, self._plan.shards[copy.read.shard])
             part = view.part(shared.relative_to(box).offset, shared.shape)
-            payload = self._payload(copy, in_order=in_order and view.dense)
+            payload = self._payload(copy, in_order=in_order and (view.dense or part.solid))
             gather_strided(payload.read_into, part, out, scratch=self._scratch)
             filled += shared.volume
         if filled != piece.box.volume:
             raise PlanError(f"{self._plan.path}: the plan leaves {piece.box} of tensor {piece.tensor} unfilled")
+
+    def _fill_with_zeros(self, piece: Piece, target: Bits) -> int:
+        """Fill what nothing is read for; return how many elements that were."""
+        filled = 0
+        for box in self._zeros.get(piece.tensor, ()):
+            if shared := box.intersect(piece.box):
+                target[part_of(shared.relative_to(piece.box))] = 0
+                filled += shared.volume
+        return filled
 
     def _payload(self, copy: Copy, *, in_order: bool) -> Payload:
         number = copy.read.shard
@@ -141,6 +160,15 @@ class Filler:
             shard = self._plan.shards[number]
             self._open[number] = open_payload(self._source, shard, scratch=self._item_scratch, in_order=in_order)
         return self._open[number]
+
+
+def _taken(plan: FilePlan) -> dict[int, bool]:
+    """Say of the shards that are taken apart whether all of them is taken."""
+    volumes: dict[int, int] = {}
+    for copy in plan.copies:
+        volumes[copy.read.shard] = volumes.get(copy.read.shard, 0) + copy.box.volume
+    several = len(volumes) < len(plan.copies)
+    return {n: volume == plan.shards[n].box.volume for n, volume in volumes.items()} if several else {}
 
 
 class _Wanted(NamedTuple):

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from hfdcp_core import examine, extras, recipe, tying
+from hfdcp_core import defining, examine, extras, recipe, tying
 from hfdcp_core.catalog import Catalog, Shard, Skipped, TensorSpec
 from hfdcp_core.copies import NOT_READ
 from hfdcp_core.errors import CorruptFile, PlanError, SourceError, UsageError
@@ -20,6 +20,7 @@ from hfdcp_core.layout import lay_out
 from hfdcp_core.locate import Located, locate
 from hfdcp_core.plan import reshard
 from hfdcp_core.state import SILENT, Progress
+from hfdcp_core.store import Source
 from hfdcp_core.windows import refuse_split_bytes
 
 NEAR_NAMES = 5
@@ -122,7 +123,7 @@ def inspect(job: Job, *, tensor: str = "", deep: bool = False, progress: Progres
         found, damage, spoilt = _read_through(found, progress)
     catalog, faults = found.catalog, list[str]()
     selection = _selection(catalog, job, faults)
-    definitions = _definitions(catalog, selection.names, job, faults)
+    definitions = _definitions(catalog, selection.names, found.source, job, faults)
     said = _foreseen(found, definitions, job, faults)
     return Inspection(
         format=catalog.format,
@@ -180,12 +181,11 @@ def _selection(catalog: Catalog, job: Job, faults: list[str]) -> recipe.Selectio
 
 
 def _definitions(
-    catalog: Catalog, names: tuple[str, ...], job: Job, faults: list[str]
+    catalog: Catalog, names: tuple[str, ...], source: Source, job: Job, faults: list[str]
 ) -> tuple[recipe.Definition, ...]:
     """Name what is wanted and prove that it is there; where the names clash that is proved all the same."""
-    rules = recipe.recipe_named(job.recipe)
     try:
-        definitions = recipe.define(catalog, names, rules)
+        definitions = defining.defined(catalog, names, source, job).definitions
     except PlanError as error:
         faults += error.problems
         _prove(catalog, recipe.define(catalog, names, recipe.recipe_named("none")), job, faults)

@@ -56,7 +56,9 @@ class Job:
     exclude: tuple[str, ...] = ()
     """Patterns of tensors that are left out."""
     recipe: str = "auto"
-    """How names are cleaned."""
+    """How names are cleaned, or which recipe says what becomes of tensors (`hfdcp_core.recipe_sources`)."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes that a recipe asks for and no config states, by name."""
     max_file_size: int = 5_000_000_000
     """Tensor bytes in one file at most."""
     file_index: Mapping[str, int] | None = None
@@ -202,17 +204,18 @@ class Job:
         """
         return self.window_beside(0)
 
-    def window_beside(self, held: int) -> int:
+    def window_beside(self, held: int, *, operated: bool = False) -> int:
         """Return how much of a file is made at a time while ``held`` bytes are taken by what is known of tensors.
 
-        Where nobody said how much memory there is, what is known of tensors comes on top of the usual.
+        Where nobody said how much memory there is, what is known of tensors comes on top of the usual. ``operated``:
+        whether numbers are worked on though nobody asked for it, as a recipe may.
 
         Raises:
             UsageError: The memory is less than that and the smallest windows take.
         """
         budget, taken = self.budget_bytes, self.start_bytes + (held if self.memory_bytes else 0)
         each = (budget - taken) // self.files_at_once - self.remote_file_bytes
-        numeric = self.numerics.asked
+        numeric = operated or self.numerics.asked
         beside, parts = (WORKSPACE_BYTES, OPERAND_WINDOWS) if numeric else (0, 0)
         share = (each - beside) // (BUFFERS + SCRATCH + parts)
         if share < SMALLEST_WINDOW:
@@ -294,5 +297,7 @@ class Planned:
     """What happens to numbers that do not stay as saved."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Tensors that are left out because the config ties them to another one of the same bytes: name and kept name."""
+    dropped: tuple[str, ...] = ()
+    """Tensors, as saved, that the recipe leaves out."""
     uncut: int = 0
     """Of files for ranks: tensors that lie whole in the first one, since they have too few dimensions to be cut."""

@@ -23,12 +23,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from hfdcp_core.arrangement import Arrangement, Patch
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import Catalog, FileStamp, Shard, TensorSpec
 from hfdcp_core.collector import without_collector
 from hfdcp_core.errors import PlanError
 from hfdcp_core.layout import Part, Target, TargetFile
 from hfdcp_core.operation import OPERAND_WINDOWS, WORKSPACE_BYTES, Operand, Operation, pull
+from hfdcp_core.pull_back import meeting, reach_of, restricted
 from hfdcp_core.recipe import Definition
 
 PLAN_VERSION = 1
@@ -94,6 +96,16 @@ class Making:
 
 
 @dataclass(frozen=True, slots=True)
+class Zeros:
+    """A box of a tensor that nothing is read for: all its elements are zero."""
+
+    tensor: int
+    """As in `Copy`."""
+    box: Box
+    """The elements."""
+
+
+@dataclass(frozen=True, slots=True)
 class FilePlan:
     """One wanted file and the copies that fill it; enough to make the file on any machine."""
 
@@ -104,7 +116,7 @@ class FilePlan:
     size: int
     """Bytes of the whole file."""
     tensors: tuple[tuple[str, TensorSpec], ...]
-    """Names and kinds, in the order of the data."""
+    """Names and kinds, in the order of the data. Of one whose elements are arranged, the shape is the fine one."""
     shards: tuple[Shard, ...]
     """The shards that are read."""
     copies: tuple[Copy, ...]
@@ -114,9 +126,11 @@ class FilePlan:
     window_bytes: int
     """How much of the file is made at a time."""
     operands: tuple[tuple[str, TensorSpec], ...] = ()
-    """What operations work on: whole tensors of the source, of which copies fill as much as is needed."""
+    """What operations work on, as much as is needed: tensors of the source, or arrangements, in their fine shape."""
     makings: tuple[Making, ...] = ()
     """The tensors that operations make, in the order of the data."""
+    zeros: tuple[Zeros, ...] = ()
+    """What is filled with zeros."""
 
     @property
     def peak_bytes(self) -> int:
@@ -169,7 +183,8 @@ def reshard(source: Catalog, target: Target, *, window_bytes: int) -> Plan:
     problems: list[str] = []
     chosen: dict[str, _Tiles] = {}
     wanted = {definition.fqn: definition for file in target.files for definition in file.tensors}
-    operands = {(o.fqn, o.spec.dtype, o.spec.shape): o for made in wanted.values() for o in made.operands}
+    needed = itertools.chain.from_iterable(_needed(made, source) for made in wanted.values())
+    operands = {(o.fqn, o.spec.dtype, o.spec.shape): o for o in needed}
     for operand in operands.values():
         found = _mismatches(operand, source, by_name)
         if not found:
@@ -180,6 +195,15 @@ def reshard(source: Catalog, target: Target, *, window_bytes: int) -> Plan:
     stamps = {stamp.path: stamp for stamp in source.files}
     files = tuple(_file_plan(file, chosen, stamps, window_bytes) for file in target.files)
     return Plan(files, target.index, _digest(source, target), target.total_size)
+
+
+def _needed(definition: Definition, source: Catalog) -> Iterator[Operand]:
+    """Yield the tensors of the source that a tensor is made from."""
+    for operand, arrangement in definition.parts:
+        if arrangement is None:
+            yield operand
+        else:
+            yield from (Operand(name, source.tensors.get(name, operand.spec)) for name in arrangement.sources)
 
 
 def _shards_by_name(source: Catalog) -> dict[str, list[Shard]]:
@@ -305,47 +329,94 @@ def _left(piece: Box, shards: Iterable[Shard]) -> list[Box]:
 def _file_plan(
     file: TargetFile, chosen: Mapping[str, _Tiles], stamps: dict[str, FileStamp], window_bytes: int
 ) -> FilePlan:
-    plain = [(n, part.definition.source, part.box, part.box) for n, part in _parts(file, made=False)]
+    drawn = _Drawn(chosen)
+    tensors = [(part.definition.fqn, drawn.part(n, part)) for n, part in enumerate(file.parts)]
     makings = _makings(file)
-    operands = [
-        (number, operand.fqn, box, Box.whole(operand.spec.shape))
-        for making in makings
-        for number, operand, box in zip(making.operands, making.operation.operands, making.needed, strict=True)
-    ]
-    taken = [
-        (n, shard, shared, inside)
-        for n, fqn, box, inside in (*plain, *operands)
-        for shard, shared in chosen[fqn].meeting(box)
-    ]
-    shards = tuple(shard for _, shard, _, _ in taken)
-    copies = tuple(
-        Copy(position, shared.relative_to(inside), _read(number, shard, shared))
-        for number, (position, shard, shared, inside) in enumerate(taken)
-    )
+    operands = [operand for making in makings for operand in drawn.operands(making, file.parts[making.tensor])]
     return FilePlan(
         path=file.path,
         header=file.header,
         size=file.size,
-        tensors=tuple((part.definition.fqn, part.spec) for part in file.parts),
-        shards=shards,
-        copies=copies,
-        stamps=tuple(stamps[path] for path in sorted({shard.span.path for shard in shards} & stamps.keys())),
+        tensors=tuple(tensors),
+        shards=tuple(drawn.shards),
+        copies=tuple(drawn.copies),
+        stamps=tuple(stamps[path] for path in sorted({shard.span.path for shard in drawn.shards} & stamps.keys())),
         window_bytes=window_bytes,
-        operands=tuple((o.fqn, o.spec) for making in makings for o in making.operation.operands),
+        operands=tuple(operands),
         makings=tuple(makings),
+        zeros=tuple(drawn.zeros),
     )
 
 
-def _parts(file: TargetFile, *, made: bool) -> Iterator[tuple[int, Part]]:
-    """Yield the parts that operations make, or the others, and where they stand."""
-    return ((n, part) for n, part in enumerate(file.parts) if (part.definition.operation is not None) == made)
+class _Drawn:
+    """The copies of a file, drawn up tensor by tensor."""
+
+    def __init__(self, chosen: Mapping[str, _Tiles]) -> None:
+        self._chosen = chosen
+        self.shards: list[Shard] = []
+        self.copies: list[Copy] = []
+        self.zeros: list[Zeros] = []
+
+    def part(self, number: int, part: Part) -> TensorSpec:
+        """Fill a part of the file, unless an operation makes it; return its kind, in the shape that copies count in."""
+        definition = part.definition
+        if definition.operation is not None:
+            return part.spec
+        if definition.arrangement is None:
+            self._whole(number, definition.source, part.box, part.box)
+            return part.spec
+        arrangement = restricted(definition.arrangement, part.box)
+        self._arranged(number, arrangement)
+        return TensorSpec(part.spec.dtype, arrangement.fine)
+
+    def operands(self, making: Making, part: Part) -> Iterator[tuple[str, TensorSpec]]:
+        """Fill as much of each operand as is needed; yield their names and kinds, in the shape that copies count in."""
+        rows = zip(making.operands, part.definition.parts, making.needed, strict=True)
+        for number, (operand, arrangement), needed in rows:
+            if arrangement is None:
+                self._whole(number, operand.fqn, needed, Box.whole(operand.spec.shape))
+                yield operand.fqn, operand.spec
+            else:
+                self._arranged(number, arrangement)
+                yield operand.fqn, TensorSpec(operand.spec.dtype, arrangement.fine)
+
+    def _whole(self, number: int, fqn: str, box: Box, inside: Box) -> None:
+        for shard, shared in self._chosen[fqn].meeting(box):
+            self.copies.append(Copy(number, shared.relative_to(inside), _read(len(self.shards), shard, shared)))
+            self.shards.append(shard)
+
+    def _arranged(self, number: int, arrangement: Arrangement) -> None:
+        """Draw up the copies of an arrangement, in the order of their boxes; a shard is listed once for all of them."""
+        listed: dict[int, int] = {}
+        for patch in sorted(arrangement.patches, key=lambda patch: patch.box.offset):
+            if not patch.source:
+                self.zeros.append(Zeros(number, patch.box))
+                continue
+            for shard, _ in self._chosen[patch.source].meeting(reach_of(patch)):
+                place = listed.setdefault(id(shard), len(self.shards))
+                if place == len(self.shards):
+                    self.shards.append(shard)
+                self.copies += (Copy(number, box, read) for box, read in _views(patch, place, shard))
+
+
+def _views(patch: Patch, place: int, shard: Shard) -> Iterator[tuple[Box, Read]]:
+    """Yield what a patch takes of a shard: which box it fills, and as which view."""
+    steps = row_major(shard.box.shape)
+    for box, first in meeting(patch, shard.box):
+        offset = sum((a - b) * step for a, b, step in zip(first, shard.box.offset, steps, strict=True))
+        strides = (
+            step * steps[axis] if step and extent > 1 else 0
+            for (axis, step), extent in zip(patch.moves, box.shape, strict=True)
+        )
+        yield box, Read(place, offset, tuple(strides))
 
 
 def _makings(file: TargetFile) -> list[Making]:
     makings, number = [], len(file.parts)
-    for n, part in _parts(file, made=True):
+    for n, part in enumerate(file.parts):
         operation = part.definition.operation
-        assert operation is not None
+        if operation is None:
+            continue
         count = len(operation.operands)
         makings.append(Making(n, operation, part.box, tuple(range(number, number + count))))
         number += count
@@ -403,4 +474,5 @@ def _digest(source: Catalog, target: Target) -> str:
 
 def _made_of(definition: Definition) -> tuple[str, ...]:
     how = (repr(definition.operation),) if definition.operation else ()
-    return (definition.fqn, definition.source, *how)
+    arranged = (repr(definition.arrangements),) if any(definition.arrangements) else ()
+    return (definition.fqn, definition.source, *how, *arranged)

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 
-from hfdcp_core import casting, extras, hub, quantization, recipe, statistics, tying
+from hfdcp_core import casting, defining, extras, hub, quantization, recipe, statistics, tying
 from hfdcp_core import consolidate as consolidating
 from hfdcp_core import validate as validating
 from hfdcp_core.catalog import Catalog
@@ -31,6 +31,7 @@ from hfdcp_core.job import Gathered, Job, Planned, PlannedFile, known_bytes
 from hfdcp_core.layout import Target, has_dimension, lay_out, lay_out_for_ranks
 from hfdcp_core.locate import Located, locate, relocate, reopen
 from hfdcp_core.manifest import CONFIG_PATH, EXTRA_PATH, MANIFEST_PATH, STATE_FOLDER, FileRecord, Manifest
+from hfdcp_core.name_patterns import collapsed
 from hfdcp_core.plan import Plan, stamps_digest
 from hfdcp_core.plan import reshard as join
 from hfdcp_core.run import FileSummary, PlanSummary, Run
@@ -153,24 +154,35 @@ def reshard(job: Job, *, progress: Progress = SILENT) -> Planned:
     _refuse_full_sink(run, planned)
     for name, kept in planned.tied.items():
         progress.say(f"left out {name}: tied to {kept}, and its bytes are the same")
+    for line in collapsed(planned.dropped):
+        progress.say(f"left out by the recipe: {line}")
     return planned
 
 
 def _plan(catalog: Catalog, source: Source, job: Job) -> tuple[PlanSummary, Plan]:
     if catalog.unproved and not job.accept_unproved:
         raise IncompleteCheckpoint(f"{job.source}: it cannot be shown that every shard is there: {catalog.unproved}")
-    rules = recipe.recipe_named(job.recipe)
     selection = recipe.select(catalog, include=job.include, exclude=job.exclude)
-    definitions = recipe.define(catalog, selection.names, rules)
-    made = casting.settle(source, definitions, job)
-    settled = casting.configure(made, tying.settle(catalog, source, made.numbers.definitions, job))
+    named = defining.defined(catalog, selection.names, source, job)
+    made = casting.settle(source, named.definitions, job)
+    tied = tying.settle(catalog, source, made.numbers.definitions, job, more=named.ties)
+    settled = casting.configure(made, tied)
     target = _target(settled.definitions, job, settled.file_index)
-    parts = sum(len(file.parts) for file in target.files)
-    plan = join(catalog, target, window_bytes=job.window_beside(_known_bytes(catalog, parts)))
+    plan = join(catalog, target, window_bytes=_window(catalog, target, job))
     refuse_split_bytes(plan)
-    skipped = tuple(entry.name for entry in (*selection.skipped, *made.numbers.skipped))
-    summary = _summary(catalog, job, plan, settled, skipped)
+    skipped = (*(entry.name for entry in (*selection.skipped, *made.numbers.skipped)), *named.dropped)
+    summary = replace(
+        _summary(catalog, job, plan, settled, skipped), recipe=named.recipe, rules=named.rules, dropped=named.dropped
+    )
     return replace(summary, numerics=made.numerics, changes=quantization.changes(settled.definitions)), plan
+
+
+def _window(catalog: Catalog, target: Target, job: Job) -> int:
+    """Return how much of a file is made at a time, beside what is known of all tensors."""
+    parts = [part.definition for file in target.files for part in file.parts]
+    pieces = sum(len(a.patches) if a else 1 for part in parts for a in (part.arrangements or (None,)))
+    operated = any(part.operation for part in parts)
+    return job.window_beside(_known_bytes(catalog, pieces), operated=operated)
 
 
 def _target(definitions: tuple[recipe.Definition, ...], job: Job, file_index: Mapping[str, int] | None) -> Target:
@@ -190,6 +202,7 @@ def _summary(catalog: Catalog, job: Job, plan: Plan, settled: tying.Settled, ski
         source_format=catalog.format,
         stamps=catalog.files,
         recipe=job.recipe,
+        rules="",
         include=job.include,
         exclude=job.exclude,
         skipped=skipped,
@@ -216,13 +229,21 @@ def _planned(run: Run | None, summary: PlanSummary, plan: Plan, catalog: Catalog
         copies=sum(len(file.copies) for file in plan.files),
         peak_bytes=(
             job.start_bytes
-            + _known_bytes(catalog, sum(len(file.tensors) for file in plan.files))
+            + _known_bytes(catalog, _pieces(plan, catalog))
             + sum(peak + job.remote_file_bytes for peak in peaks[: job.files_at_once])
         ),
         changes=summary.changes,
         tied=summary.tied,
+        dropped=summary.dropped,
         uncut=_uncut(plan, job.shard_dim) if job.ranks else 0,
     )
+
+
+def _pieces(plan: Plan, catalog: Catalog) -> int:
+    """Return in how many parts tensors are written: in several files, or put together of several boxes."""
+    tensors = sum(len(file.tensors) for file in plan.files)
+    copies = sum(len(file.copies) for file in plan.files)
+    return max(tensors, len(catalog.tensors) + copies - len(catalog.shards))
 
 
 def _known_bytes(catalog: Catalog, parts: int) -> int:
@@ -463,7 +484,7 @@ def _source_problems(job: Job, manifest: Manifest) -> tuple[str, ...]:
     catalog = found.catalog
     wanted = {name: number for number, record in enumerate(manifest.records, 1) for name in record.tensors}
     selection = recipe.select(catalog, include=manifest.include, exclude=manifest.exclude)
-    plain = recipe.define(catalog, selection.names, recipe.recipe_named(manifest.recipe))
+    plain = defining.defined_again(catalog, selection.names, recipe=manifest.recipe, rules=manifest.rules)
     definitions = quantization.settle(plain, manifest.numerics).definitions
     written = tuple(definition for definition in definitions if definition.fqn not in manifest.tied)
     target = _target(written, replace(job, ranks=manifest.ranks, shard_dim=manifest.shard_dim, repo=""), wanted)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from hfdcp_core.catalog import Skipped, TensorSpec
@@ -152,7 +152,9 @@ class _Settler:
         written: list[Definition] = []
         gone: list[str] = []
         for definition in self.definitions:
-            if definition.fqn in scales:
+            if definition.operation is not None:
+                written.append(definition)  # a recipe said what becomes of it
+            elif definition.fqn in scales:
                 written += self._scaled(definition, scales[definition.fqn])
                 gone += [scales[definition.fqn].fqn, *_of_activations(definition.fqn, by_name)] if self._undoes else []
             elif definition.fqn not in used:
@@ -208,15 +210,16 @@ class _Settler:
     def _dequantized(self, numbers: Definition, scale: Definition) -> list[Definition]:
         dtype = self.asked.dtype or "BF16"
         operands = Operand(numbers.source, numbers.spec), Operand(scale.source, scale.spec)
+        both = (numbers.arrangement, scale.arrangement)
         if is_mxfp4(numbers):
             name, target = _plain_name(numbers.fqn), TensorSpec(dtype, mxfp4_shape(numbers.spec.shape))
-            return [Definition(name, target, numbers.source, Operation(DEQUANTIZE_MXFP4, operands, target))]
+            return [Definition(name, target, numbers.source, Operation(DEQUANTIZE_MXFP4, operands, target), both)]
         block = block_of(numbers.spec, scale.spec, self.asked.block_size)
         if isinstance(block, str):
             self.problems.append(f"{numbers.fqn}: {block}")
             return []
         target = TensorSpec(dtype, numbers.spec.shape)
-        return [Definition(numbers.fqn, target, numbers.source, Operation(DEQUANTIZE, operands, target, block))]
+        return [Definition(numbers.fqn, target, numbers.source, Operation(DEQUANTIZE, operands, target, block), both)]
 
     def _plain(self, definition: Definition) -> list[Definition]:
         """Decide what becomes of a tensor without a scale."""
@@ -364,7 +367,7 @@ def _equal_blocks(extent: int, count: int) -> int:
 def _cast(definition: Definition, dtype: str) -> Definition:
     target = TensorSpec(dtype, definition.spec.shape)
     operands = (Operand(definition.source, definition.spec),)
-    return Definition(definition.fqn, target, definition.source, Operation(CAST, operands, target))
+    return replace(definition, spec=target, operation=Operation(CAST, operands, target))
 
 
 def _quantized(definition: Definition, block: tuple[int, ...]) -> list[Definition]:
@@ -372,9 +375,12 @@ def _quantized(definition: Definition, block: tuple[int, ...]) -> list[Definitio
     numbers = TensorSpec("F8_E4M3", definition.spec.shape)
     scales = TensorSpec("F32", blocks_of(definition.spec.shape, block))
     return [
-        Definition(definition.fqn, numbers, definition.source, Operation(QUANTIZE, operands, numbers, block)),
-        Definition(
-            f"{definition.fqn}_scale_inv", scales, definition.source, Operation(SCALES, operands, scales, block)
+        replace(definition, spec=numbers, operation=Operation(QUANTIZE, operands, numbers, block)),
+        replace(
+            definition,
+            fqn=f"{definition.fqn}_scale_inv",
+            spec=scales,
+            operation=Operation(SCALES, operands, scales, block),
         ),
     ]
 

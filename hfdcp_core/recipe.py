@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from hfdcp_core.arrangement import Arrangement
 from hfdcp_core.catalog import Catalog, Skipped, TensorSpec
 from hfdcp_core.errors import PlanError, UsageError
 from hfdcp_core.operation import Operand, Operation
@@ -54,12 +55,25 @@ class Definition:
     source: str
     """Name of the source tensor whose elements it has, or the first of those that it is made from."""
     operation: Operation | None = None
-    """How it is made, where it has not the bytes of its source."""
+    """How it is made, where its numbers are not those of its source."""
+    arrangements: tuple[Arrangement | None, ...] = ()
+    """How its elements, or those of each operand, are put together; None, or nothing at all, for a source as it is."""
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """The source tensors that it is made from."""
+        """What it is made from: tensors of the source, or arrangements of them."""
         return self.operation.operands if self.operation else (Operand(self.source, self.spec),)
+
+    @property
+    def parts(self) -> tuple[tuple[Operand, Arrangement | None], ...]:
+        """What it is made from, and how each is put together."""
+        operands = self.operands
+        return tuple(zip(operands, self.arrangements or (None,) * len(operands), strict=True))
+
+    @property
+    def arrangement(self) -> Arrangement | None:
+        """How its elements, or the numbers that it is made from, are put together."""
+        return self.arrangements[0] if self.arrangements else None
 
 
 @dataclass(frozen=True, slots=True)

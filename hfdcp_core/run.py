@@ -76,6 +76,8 @@ class PlanSummary:
     """All files of the source, as they were when gathered."""
     recipe: str
     """Which recipe gave the names."""
+    rules: str
+    """The recipe as plain data, where its name alone does not say it."""
     include: tuple[str, ...]
     """Patterns that chose the tensors, where there were any."""
     exclude: tuple[str, ...]
@@ -96,6 +98,8 @@ class PlanSummary:
     """Whether entries that are no tensors are saved apart."""
     numerics: Numerics = field(default_factory=Numerics)
     """What is done to the numbers."""
+    dropped: tuple[str, ...] = ()
+    """Tensors, as saved, that the recipe leaves out."""
     changes: tuple[Change, ...] = ()
     """The same, kind by kind, for a person."""
 

@@ -77,8 +77,8 @@ class Ties:
     """Heads for which no embedding is known."""
 
 
-def find(names: Iterable[str]) -> Ties:
-    """Look for names that models tie.
+def find(names: Iterable[str], more: Mapping[str, str] | None = None) -> Ties:
+    """Look for names that models tie, or that a recipe says are (``more``: name to leave out, and name to keep).
 
     >>> find(["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]).kept
     {'lm_head.weight': 'model.embed_tokens.weight'}
@@ -87,6 +87,7 @@ def find(names: Iterable[str]) -> Ties:
     """
     present = dict.fromkeys(names)
     kept = {name: other for name in present if name.endswith(_DROPPED) and (other := _kept(name, present))}
+    kept |= {name: other for name, other in (more or {}).items() if name in present and other in present}
     roots = {name: _root(name, kept) for name in kept}
     heads = (name for name in present if _prefix(name, _HEAD) is not None)
     return Ties(roots, tuple(head for head in heads if head not in roots))

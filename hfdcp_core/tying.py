@@ -85,7 +85,14 @@ def _read_config(store: Source, path: str) -> Config | None:
     return ties.read_config(raw, where=where)
 
 
-def settle(catalog: Catalog, source: Source, definitions: tuple[Definition, ...], job: Job) -> Settled:
+def settle(
+    catalog: Catalog,
+    source: Source,
+    definitions: tuple[Definition, ...],
+    job: Job,
+    *,
+    more: Mapping[str, str] | None = None,
+) -> Settled:
     """Leave out tensors that the config ties to another one of the same bytes; both are kept where it says nothing.
 
     Raises:
@@ -94,7 +101,7 @@ def settle(catalog: Catalog, source: Source, definitions: tuple[Definition, ...]
     """
     whole = Settled(definitions, {}, job.file_index)
     names = [definition.fqn for definition in definitions]
-    found = ties.find([*names, *(job.file_index or {})])
+    found = ties.find([*names, *(job.file_index or {})], more)
     needed = bool(job.config or job.untie or found.kept or found.lost)
     config = config_at_hand(job, source) if needed else None
     if job.untie:

@@ -236,6 +236,7 @@ def _manifest(planned: PlanSummary, records: tuple[FileRecord, ...], extra_files
         extra_files=extra_files,
         total_size=planned.total_size,
         recipe=planned.recipe,
+        rules=planned.rules,
         include=planned.include,
         exclude=planned.exclude,
         unproved=planned.unproved,

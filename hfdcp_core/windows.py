@@ -22,6 +22,7 @@ from hfdcp_core.dtypes import dtype_named
 from hfdcp_core.errors import PlanError
 from hfdcp_core.operation import grain
 from hfdcp_core.plan import Copy, FilePlan, Plan, row_major
+from hfdcp_core.pull_back import fine_boxes
 
 LARGEST_ITEM = 8
 """Bytes of the widest item (F64, C64): no window is smaller."""
@@ -173,10 +174,25 @@ class Copies:
 
     def __init__(self, plan: FilePlan) -> None:
         self._specs = [spec for _, spec in (*plan.tensors, *plan.operands)]
+        self._shapes = {
+            number: operand.spec.shape
+            for making in plan.makings
+            for number, operand in zip(making.operands, making.operation.operands, strict=True)
+            if operand.spec.shape != self._specs[number].shape
+        }
         self._copies: dict[int, list[Copy]] = {}
         for copy in plan.copies:
             self._copies.setdefault(copy.tensor, []).append(copy)
         self._tables: dict[int, _CopyTable] = {}
+
+    def fine(self, piece: Piece) -> Iterator[tuple[Piece, Box]]:
+        """Yield a piece as copies count, in parts where an operand is arranged: each, and where in it that lies."""
+        shape, spec = self._shapes.get(piece.tensor), self._specs[piece.tensor]
+        if shape is None:
+            yield piece, Box.whole(piece.box.shape)
+            return
+        for box, part in fine_boxes(piece.box, shape, spec.shape):
+            yield Piece(piece.tensor, box, TensorSpec(spec.dtype, box.shape).nbytes), part.relative_to(piece.box)
 
     def meeting(self, piece: Piece) -> Iterator[tuple[Copy, Box, Box]]:
         """Yield each copy with its box and the part of it that lies in the piece, both on the tensor's lattice."""
@@ -258,6 +274,17 @@ class Strides:
             extent == 1 or stride == step
             for extent, stride, step in zip(self.shape, self.strides, row_major(self.shape), strict=True)
         )
+
+    @property
+    def solid(self) -> bool:
+        """Whether the items are a run without a gap, in whatever order."""
+        return self.reach == math.prod(self.shape)
+
+    @property
+    def forward(self) -> bool:
+        """Whether rows of it, one after the other, lie one behind the other."""
+        pairs = [row for row in zip(self.shape, self.strides, strict=True) if row[0] > 1]
+        return all(slow >= fast * count for (_, slow), (count, fast) in itertools.pairwise(pairs))
 
     def part(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> Strides:
         """Return a box of this one."""

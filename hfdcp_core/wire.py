@@ -27,7 +27,7 @@ from hfdcp_core.collector import without_collector
 from hfdcp_core.errors import HfdcpError, ValidationError
 from hfdcp_core.json_text import indented
 from hfdcp_core.manifest import Manifest
-from hfdcp_core.plan import Copy, FilePlan, Making, Read, row_major
+from hfdcp_core.plan import Copy, FilePlan, Making, Read, Zeros, row_major
 
 VERSION = 1
 """Version of all our documents; another one is refused by name."""
@@ -339,7 +339,7 @@ def load_catalog(raw: bytes) -> Catalog:
 @without_collector()
 def dump_file_plan(plan: FilePlan) -> bytes:
     """Write a file plan, compressed: a few bytes for each shard."""
-    plain = {name: encode(getattr(plan, name)) for name in ("path", "header", "size", "stamps", "makings")}
+    plain = {name: encode(getattr(plan, name)) for name in ("path", "header", "size", "stamps", "makings", "zeros")}
     tables: dict[str, Json] = {
         "tensors": _spec_table(plan.tensors),
         "operands": _spec_table(plan.operands),
@@ -394,6 +394,7 @@ def load_file_plan(raw: bytes) -> FilePlan:
             window_bytes=decode(int, body["window_bytes"]),
             operands=operands,
             makings=decode(tuple[Making, ...], body["makings"]),
+            zeros=decode(tuple[Zeros, ...], body["zeros"]),
         )
     except _BAD as error:
         raise ValidationError(f"not a readable file plan: {error}") from error
