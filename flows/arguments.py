@@ -94,10 +94,15 @@ COMMANDS = (
         "plan",
         "dry run: which files would be written, how large, in how much memory",
         "Proves that every wanted element comes from exactly one place, and writes nothing.",
-        ("plan runs/7b/step-1000 --max-file-size 2GB", "plan runs/7b/step-1000 --include '*' --ranks 16"),
+        (
+            "plan runs/7b/step-1000 --max-file-size 2GB",
+            "plan runs/7b/step-1000 --include '*' --ranks 16",
+            "plan runs/7b/step-1000 --recipe torchtitan-llama3 --config meta --explain lm_head.weight",
+        ),
         (
             options.source,
             options.planned_sink,
+            options.explained,
             options.found,
             options.chosen,
             options.numbers,

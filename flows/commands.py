@@ -41,8 +41,8 @@ def plan(args: Namespace, control: Control) -> Answer:
     """Say what would be written."""
     job = job_of(args)
     control.progress.begin("reshard", 0)
-    gathered, planned = core.plan_only(job)
-    return report.of_plan(gathered, planned, job)
+    gathered, planned, told = core.explain_only(job, tuple(args.explain))
+    return report.of_plan(gathered, planned, job, told)
 
 
 def consolidate(args: Namespace, control: Control) -> Answer:

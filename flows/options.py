@@ -54,6 +54,18 @@ def planned_sink(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sink", metavar="SINK", nargs="?", type=filled, help="where the output would go")
 
 
+def explained(parser: argparse.ArgumentParser) -> None:
+    """Tensors of the output of which more is told."""
+    parser.add_argument(
+        "--explain",
+        metavar="FQN",
+        type=filled,
+        action="append",
+        default=[],
+        help="say where this tensor of the output comes from: rule, sources, operations, byte ranges; may be repeated",
+    )
+
+
 def consolidated(parser: argparse.ArgumentParser) -> None:
     """The output that is pushed."""
     parser.add_argument(

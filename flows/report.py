@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hfdcp_core import wire
 from hfdcp_core.catalog import Skipped
+from hfdcp_core.explain import Explanation
 from hfdcp_core.homes import of_rank
 from hfdcp_core.hub import Receipt
 from hfdcp_core.inspection import Inspection, Tensor, Wanted
@@ -162,14 +164,15 @@ def _notes(skipped: Sequence[Skipped], unproved: str | None) -> list[str]:
     return [*notes, f"not proved complete: {unproved}"] if unproved else notes
 
 
-def of_plan(gathered: Gathered, planned: Planned, job: Job) -> Answer:
-    """Tell what would be written."""
+def of_plan(gathered: Gathered, planned: Planned, job: Job, explained: Sequence[Explanation] = ()) -> Answer:
+    """Tell what would be written, and where some of it would come from."""
     document = {
         "command": "plan",
         "source": job.source,
         "sink": job.sink,
         "gathered": _encoded(gathered),
         "plan": _encoded(planned),
+        **({"explained": [_encoded(one) for one in explained]} if explained else {}),
     }
     shards, copies = counted(gathered.shards, "shard"), counted(planned.copies, "copy", "copies")
     size = in_bytes(sum(file.size for file in planned.files))
@@ -185,8 +188,28 @@ def of_plan(gathered: Gathered, planned: Planned, job: Job) -> Answer:
         *_uncut(planned.uncut, job.shard_dim),
         *(f"  {file.path}  {in_bytes(file.size)}{'  (done)' if file.done else ''}" for file in planned.files),
         f"plan {planned.digest[:16]}",
+        *itertools.chain.from_iterable(map(_explained, explained)),
     ]
     return Answer(document, "\n".join(lines))
+
+
+def _explained(one: Explanation) -> list[str]:
+    """Tell where a tensor comes from."""
+    start, stop = one.span
+    cut = f", counted as {list(one.fine)}" if f"{list(one.fine)}" not in one.kind else ""
+    hidden = one.count - len(one.reads)
+    return [
+        f"{one.fqn}  {one.kind}  in {one.path}[{start}:{stop}]",
+        *([f"  rule: {one.rule}"] if one.rule else []),
+        *([f"  then: {one.operation}"] if one.operation else []),
+        f"  of {', '.join(one.sources) or 'nothing: all zeros'}{cut}",
+        f"  {counted(one.count, 'read')}, {in_bytes(one.nbytes)}",
+        *(
+            f"  {read.box} <- {read.shard}, from element {read.first}, strides {list(read.strides)}"
+            for read in one.reads
+        ),
+        *([f"  … and {counted(hidden, 'more read', 'more reads')}"] if hidden else []),
+    ]
 
 
 def _files(number: int, ranks: int, dim: int) -> str:

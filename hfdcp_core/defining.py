@@ -11,7 +11,7 @@ import base64
 import gzip
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hfdcp_core.catalog import Catalog, TensorSpec
 from hfdcp_core.consolidate import Nowhere, consolidate
@@ -68,8 +68,10 @@ def defined(catalog: Catalog, names: Iterable[str], source: Source, job: Job) ->
     config = config_at_hand(job, source)
     found: Mapping[str, object] = json.loads(config.text) if config else {}
     if isinstance(recipe, Adapter):
-        made = traced(recipe, tensors, found)
-        return Defined(_definitions(made, catalog), _public(recipe.name), _packed(made))
+        traced_as = traced(recipe, tensors, found)
+        if not isinstance(traced_as, Equations):
+            return Defined(_definitions(traced_as, catalog), _public(recipe.name), _packed(traced_as))
+        recipe = traced_as
     sizes = Sizes(found, recipe.sizes, dict(job.sizes))
     made = compile_rules(recipe, tensors, sizes)
     kept = {
@@ -116,16 +118,7 @@ def defined_again(catalog: Catalog, names: Iterable[str], *, recipe: str, rules:
         sizes = Sizes(kept["config"], equations.sizes, kept["given"])
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValidationError(f"the recipe that the manifest keeps cannot be read: {error}") from error
-    whole = Equations(
-        equations.name,
-        equations.rules,
-        equations.drops,
-        equations.ties,
-        equations.casts,
-        equations.sizes,
-        equations.about,
-        kept["inverted"],
-    )
+    whole = replace(equations, inverted=kept["inverted"])
     return _definitions(compile_rules(whole, tensors, sizes), catalog)
 
 
@@ -144,7 +137,7 @@ def _definition(target: Compiled, catalog: Catalog) -> Definition:
     plain = plain_source(target, catalog.tensors) if sources else None
     arrangements = () if plain else (target.arrangement,)
     spec = TensorSpec(target.dtype, target.arrangement.shape)
-    return Definition(target.fqn, spec, plain or next(iter(sources), ""), target.operation, arrangements)
+    return Definition(target.fqn, spec, plain or next(iter(sources), ""), target.operation, arrangements, target.rule)
 
 
 def _public(name: str) -> str:

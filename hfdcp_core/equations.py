@@ -71,6 +71,11 @@ class Equation:
         """The variables that tensors are stacked over."""
         return frozenset(str(step.options["over"]) for step in self.steps if step.kind == "stack")
 
+    @property
+    def told(self) -> str:
+        """The rule with its steps, for a person."""
+        return f"{self}: {', '.join(map(str, self.steps))}" if self.steps else str(self)
+
     def __str__(self) -> str:
         """Write which names become which."""
         sides = (", ".join(pattern.text for pattern in side.values()) for side in (self.sources, self.targets))
@@ -356,7 +361,7 @@ def _targets(
             )
         _refuse_shape(rule, given, sizes)
         name = rule.targets[label].render(bindings | dict(counts))
-        yield Compiled(name, merged(given), given.dtype, str(rule))
+        yield Compiled(name, merged(given), given.dtype, rule.told)
 
 
 def _refuse_shape(rule: Equation, given: Arrangement, sizes: Sizes) -> None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from hfdcp_core import casting, defining, extras, hub, quantization, recipe, statistics, tying
 from hfdcp_core import consolidate as consolidating
+from hfdcp_core import explain as explaining
 from hfdcp_core import validate as validating
 from hfdcp_core.catalog import Catalog
 from hfdcp_core.crew import Crew, crew_of, usable_processors
@@ -144,7 +145,7 @@ def reshard(job: Job, *, progress: Progress = SILENT) -> Planned:
     progress.begin("reshard", 0)
     run = Run(open_store(job.sink))
     catalog = run.catalog()
-    summary, plan = _plan(catalog, reopen(job, run.source()), job)
+    summary, plan, _ = _plan(catalog, reopen(job, run.source()), job)
     if summary.config is not None:
         run.refuse_other(CONFIG_PATH, summary.config, overwrite=job.overwrite)
     run.occupy(summary, overwrite=job.overwrite)
@@ -159,7 +160,7 @@ def reshard(job: Job, *, progress: Progress = SILENT) -> Planned:
     return planned
 
 
-def _plan(catalog: Catalog, source: Source, job: Job) -> tuple[PlanSummary, Plan]:
+def _plan(catalog: Catalog, source: Source, job: Job) -> tuple[PlanSummary, Plan, tuple[recipe.Definition, ...]]:
     if catalog.unproved and not job.accept_unproved:
         raise IncompleteCheckpoint(f"{job.source}: it cannot be shown that every shard is there: {catalog.unproved}")
     selection = recipe.select(catalog, include=job.include, exclude=job.exclude)
@@ -174,7 +175,8 @@ def _plan(catalog: Catalog, source: Source, job: Job) -> tuple[PlanSummary, Plan
     summary = replace(
         _summary(catalog, job, plan, settled, skipped), recipe=named.recipe, rules=named.rules, dropped=named.dropped
     )
-    return replace(summary, numerics=made.numerics, changes=quantization.changes(settled.definitions)), plan
+    changes = quantization.changes(settled.definitions)
+    return replace(summary, numerics=made.numerics, changes=changes), plan, settled.definitions
 
 
 def _window(catalog: Catalog, target: Target, job: Job) -> int:
@@ -446,13 +448,26 @@ def plan_only(job: Job) -> tuple[Gathered, Planned]:
         SourceError: As `gather`.
         PlanError: As `reshard`, but for what the sink holds.
     """
+    gathered, planned, _ = explain_only(job, ())
+    return gathered, planned
+
+
+def explain_only(job: Job, names: tuple[str, ...]) -> tuple[Gathered, Planned, tuple[explaining.Explanation, ...]]:
+    """Say what a run would do, and where some tensors of its output would come from.
+
+    Raises:
+        SourceError: As `gather`.
+        PlanError: As `reshard`, but for what the sink holds.
+        UsageError: There is no tensor of such a name.
+    """
     found = locate(job)
     if job.sink:
         _refuse_own_source(job, found.pinned.folder)
         _refuse_file_as_sink(open_store(job.sink), job)
-    summary, plan = _plan(found.catalog, found.source, job)
+    summary, plan, definitions = _plan(found.catalog, found.source, job)
     run = Run(open_store(job.sink)) if job.sink else None
-    return _gathered(found, job), _planned(run, summary, plan, found.catalog, job)
+    told = tuple(explaining.explain(plan, definitions, name) for name in names)
+    return _gathered(found, job), _planned(run, summary, plan, found.catalog, job), told
 
 
 def validate_again(job: Job, *, progress: Progress = SILENT) -> Manifest:

@@ -58,6 +58,8 @@ class Definition:
     """How it is made, where its numbers are not those of its source."""
     arrangements: tuple[Arrangement | None, ...] = ()
     """How its elements, or those of each operand, are put together; None, or nothing at all, for a source as it is."""
+    rule: str = ""
+    """The rule of a recipe that it comes from; empty where names are only cleaned."""
 
     @property
     def operands(self) -> tuple[Operand, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -120,8 +120,10 @@ class _Loader(yaml.SafeLoader):
 
 def traced(
     adapter: Adapter, tensors: Mapping[str, tuple[str, TensorSpec]], config: Mapping[str, object]
-) -> tuple[Compiled, ...]:
+) -> tuple[Compiled, ...] | Equations:
     """Run an adapter on tensors without data, in a process of its own, and return what comes out.
+
+    What is named may turn out to be a recipe of rules, written in Python: then it is returned.
 
     Args:
         adapter: The code.
@@ -140,16 +142,23 @@ def traced(
         "tensors": [[name, saved, spec.dtype, list(spec.shape)] for name, (saved, spec) in tensors.items()],
     }
     answer = ask("hfdcp_core.tracing", request, what=f"the adapter {adapter.name}" if own else "transformers' registry")
+    if "recipe" in answer:
+        return replace(read_recipe(answer["recipe"], where=adapter.name), inverted=answer["inverted"])
     made = tuple(
         Compiled(name, decode_as(Arrangement, target["arrangement"]), target["dtype"], adapter.name)
         for name, target in answer["targets"].items()
     )
-    PlanError.raise_for(f"the recipe {adapter.name} leaves something out without a word", _unused(made, tensors))
+    PlanError.raise_for(f"the recipe {adapter.name} leaves something out without a word", unused(made, tensors))
     return made
 
 
-def _unused(made: tuple[Compiled, ...], tensors: Mapping[str, tuple[str, TensorSpec]]) -> list[str]:
-    """Say what of the sources is in no target, and what is in two."""
+def unused(made: tuple[Compiled, ...], tensors: Mapping[str, tuple[str, TensorSpec]]) -> list[str]:
+    """Say what of the sources is in no target, and what is in two.
+
+    Args:
+        made: The targets.
+        tensors: The sources, as an adapter sees them.
+    """
     taken: dict[str, int] = {}
     for target in made:
         for patch in target.arrangement.patches:

@@ -30,7 +30,9 @@ from hfdcp_core import wire
 from hfdcp_core.arrangement import Arrangement, arranged, merged
 from hfdcp_core.catalog import TensorSpec
 from hfdcp_core.dtypes import TABLE
+from hfdcp_core.equations import Equations
 from hfdcp_core.errors import HfdcpError, PlanError
+from hfdcp_core.recipe_text import write_recipe
 
 aten = torch.ops.aten
 _TO_COPY, _UNSAFE_VIEW, _ALIAS = (
@@ -220,7 +222,7 @@ def trace(
         tensors: By the name that the adapter sees: the name as saved, and what it is.
 
     Returns:
-        Arrangement and dtype of every target, by name.
+        The answer: arrangement and dtype of every target, by name.
 
     Raises:
         PlanError: It does what cannot be traced.
@@ -232,7 +234,7 @@ def trace(
         made = adapter(dict(given))
     if not isinstance(made, Mapping):
         raise PlanError(f"the adapter returns a {type(made).__name__}, not a state dict")
-    return {str(name): _traced(name, value) for name, value in made.items()}
+    return {"targets": {str(name): _traced(name, value) for name, value in made.items()}}
 
 
 def _traced(name: object, value: object) -> dict[str, Any]:
@@ -241,8 +243,8 @@ def _traced(name: object, value: object) -> dict[str, Any]:
     return {"dtype": _NAMES[value.dtype], "arrangement": wire.encode(merged(value.arrangement))}
 
 
-def load_adapter(text: str) -> Callable[[dict[str, Any]], Mapping[str, Any]]:
-    """Return what ``module:name`` or ``file.py:name`` is: a function, or an object with ``to_hf``.
+def load_adapter(text: str) -> Callable[[dict[str, Any]], Mapping[str, Any]] | Equations:
+    """Return what ``module:name`` or ``file.py:name`` is: a function, an object with ``to_hf``, or a recipe of rules.
 
     Raises:
         PlanError: It cannot be imported, or is neither.
@@ -253,6 +255,8 @@ def load_adapter(text: str) -> Callable[[dict[str, Any]], Mapping[str, Any]]:
         if not hasattr(found, name):
             raise PlanError(f"{place} has no {path}")
         found = getattr(found, name)
+    if isinstance(found, Equations):
+        return found
     found = getattr(found, "to_hf", found)
     if not callable(found):
         raise PlanError(
@@ -298,7 +302,9 @@ def transformers_adapter(config: Mapping[str, Any]) -> Callable[[dict[str, Any]]
 def _request(data: Mapping[str, Any]) -> dict[str, Any]:
     tensors = {name: (saved, TensorSpec(dtype, tuple(shape))) for name, saved, dtype, shape in data["tensors"]}
     adapter = load_adapter(data["adapter"]) if data["adapter"] else transformers_adapter(data["config"])
-    return {"targets": trace(adapter, tensors)}
+    if isinstance(adapter, Equations):
+        return {"recipe": write_recipe(adapter), "inverted": adapter.inverted}
+    return trace(adapter, tensors)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -42,7 +42,7 @@ RANKS = (
     ("quantization_config",),
     ("layout",),
     ("plan",),
-    ("wire", "windows"),
+    ("wire", "windows", "explain"),
     ("tiling",),
     ("fetches",),
     ("job",),

@@ -4,8 +4,8 @@ A command, not a test::
 
     python tests/benchmarks/bench_recipe.py --size 4e9 --out result
 
-The checkpoint is a distributed one of four ranks, cut by rows, whose cuts fall inside of heads and experts. All runs are
-``hfdcp consolidate`` with everything checked and hashed; they differ in their recipe only:
+The checkpoint is a distributed one of four ranks, cut by rows, whose cuts fall inside of heads and experts. All runs
+are ``hfdcp consolidate`` with everything checked and hashed; they differ in their recipe only:
 
 - *plain*: every tensor as it is;
 - *experts*: the matrices of all feed-forward layers are stacks of experts, which become one tensor each;
@@ -41,7 +41,9 @@ def recipes() -> Mapping[str, Sequence[Mapping[str, object]]]:
     plain = {"rename": {name: name for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")}}
     norms = {"rename": {layer + REST: layer + REST}}
     attention = {"rename": {layer + "self_attn.{name}.weight": layer + "self_attn.{name}.weight"}}
-    matrices = [(layer + f"mlp.{name}_proj.weight", count) for name, count in (("gate", EXPERTS), ("up", EXPERTS), ("down", 4))]
+    matrices = [
+        (layer + f"mlp.{name}_proj.weight", count) for name, count in (("gate", EXPERTS), ("up", EXPERTS), ("down", 4))
+    ]
     unstacked = [
         {
             "from": name,

@@ -19,6 +19,7 @@ from hfdcp_core.box import Box
 from hfdcp_core.catalog import TensorSpec
 from hfdcp_core.errors import PlanError
 from hfdcp_core.pull_back import fine_boxes, meeting, reach_of, restricted
+from hfdcp_core.testing.arrangements import evaluated, index_in_source, place_in_target
 
 Array = npt.NDArray[np.int64]
 Pair = tuple[Arrangement, Array]
@@ -27,31 +28,6 @@ Pair = tuple[Arrangement, Array]
 def source(name: str, shape: tuple[int, ...], first: int = 1) -> Pair:
     """A source tensor whose elements count from a number, and its arrangement."""
     return arranged(name, TensorSpec("F32", shape)), np.arange(first, first + math.prod(shape)).reshape(shape)
-
-
-def index_in_source(patch: Patch, index: tuple[int, ...]) -> tuple[int, ...]:
-    """Where in its source an element of a patch lies, by the definition of a patch."""
-    found = list(patch.start)
-    for number, (axis, step) in zip(index, patch.moves, strict=True):
-        if step:
-            found[axis] += step * number
-    return tuple(found)
-
-
-def put_in_place(patch: Patch, index: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(map(sum, zip(patch.box.offset, index, strict=True)))
-
-
-def evaluated(made: Arrangement, arrays: Mapping[str, Array]) -> Array:
-    """The elements of an arrangement; fails where one is there twice or not at all."""
-    out, times = np.zeros(made.fine, np.int64), np.zeros(made.fine, np.int64)
-    for patch in made.patches:
-        for index in np.ndindex(*patch.box.shape):
-            place = put_in_place(patch, index)
-            times[place] += 1
-            out[place] = arrays[patch.source][index_in_source(patch, index)] if patch.source else 0
-    assert (times == 1).all()
-    return out.reshape(made.shape)
 
 
 # ---- a law: any chain of operations ---------------------------------------------------------------------------------
@@ -183,7 +159,7 @@ def test_a_box_of_a_source_gives_just_the_elements_that_lie_in_it(
             place = tuple(map(sum, zip(part.offset, index, strict=True)))
             assert place not in found
             found[place] = index_in_source(Patch(part, patch.source, start, patch.moves), index)
-    every = ((put_in_place(patch, i), index_in_source(patch, i)) for i in np.ndindex(*patch.box.shape))
+    every = ((place_in_target(patch, i), index_in_source(patch, i)) for i in np.ndindex(*patch.box.shape))
     assert found == {place: there for place, there in every if Box(there, (1,) * len(there)).within(box)}
     assert all(Box(there, (1,) * len(there)).within(reach_of(patch)) for there in found.values())
 
@@ -218,7 +194,7 @@ def test_shards_may_end_anywhere_in_rows_that_change_places(low: int) -> None:
         found: dict[tuple[int, ...], int] = {}
         for part, start in meeting(patch, Box((low,), (high - low,))):
             steps = Patch(part, "q", start, patch.moves)
-            found |= {put_in_place(steps, i): index_in_source(steps, i)[0] for i in np.ndindex(*part.shape)}
+            found |= {place_in_target(steps, i): index_in_source(steps, i)[0] for i in np.ndindex(*part.shape)}
         assert found == {place: there for place, there in every.items() if low <= there < high}
 
 
@@ -226,7 +202,7 @@ def test_rows_whose_steps_overlap_are_found_one_by_one() -> None:
     patch = Patch(Box((0, 0), (3, 4)), "w", (0,), ((0, 2), (0, 5)))
     held = Box((5,), (3,))
     assert sorted(
-        (put_in_place(patch, i)) for i in np.ndindex(3, 4) if 5 <= index_in_source(patch, i)[0] < 8
+        (place_in_target(patch, i)) for i in np.ndindex(3, 4) if 5 <= index_in_source(patch, i)[0] < 8
     ) == sorted(
         tuple(map(sum, zip(part.offset, i, strict=True)))
         for part, _ in meeting(patch, held)

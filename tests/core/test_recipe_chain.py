@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -48,7 +49,7 @@ def cells(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
         boxes = [
             Box((*b.offset[:axis], low, *b.offset[axis + 1 :]), (*b.shape[:axis], high - low, *b.shape[axis + 1 :]))
             for b in boxes
-            for low, high in zip(cuts, cuts[1:], strict=False)
+            for low, high in itertools.pairwise(cuts)
         ]
     return boxes
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfdcp_core.arrangement import Arrangement
 from hfdcp_core.catalog import TensorSpec
 from hfdcp_core.equations import Compiled, Equations, compile_rules
 from hfdcp_core.errors import PlanError
 from hfdcp_core.recipe_sources import resolve, shipped
 from hfdcp_core.sizes import Sizes
+from hfdcp_core.testing.arrangements import evaluated
 
 Array = npt.NDArray[np.int64]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -158,24 +158,6 @@ def recipe_called(name: str) -> Equations:
 def compiled(recipe: Equations, shapes: Shapes, model: Model) -> tuple[Compiled, ...]:
     tensors = {name: (name, TensorSpec("F32", shape)) for name, shape in shapes.items()}
     return compile_rules(recipe, tensors, Sizes(model.config, recipe.sizes))
-
-
-def evaluated(made: Arrangement, arrays: Mapping[str, Array]) -> Array:
-    """The elements of an arrangement, by the definition of a patch."""
-    out = np.zeros(made.fine, np.int64)
-    for patch in made.patches:
-        if patch.source:
-            array, steps = arrays[patch.source], [0] * out.ndim
-            strides = [stride // array.itemsize for stride in array.strides]
-            for place, (axis, step) in enumerate(patch.moves):
-                steps[place] = step * strides[axis] if step else 0
-            first = sum(a * b for a, b in zip(patch.start, strides, strict=True))
-            index = first + sum(
-                np.ix_(*(np.arange(n) * s for n, s in zip(patch.box.shape, steps, strict=True))),
-                np.zeros((1,) * out.ndim, np.int64),
-            )
-            out[tuple(map(slice, patch.box.offset, patch.box.stop))] = array.reshape(-1)[index]
-    return out.reshape(made.shape)
 
 
 def applied(targets: Iterable[Compiled], arrays: Mapping[str, Array]) -> dict[str, Array]:

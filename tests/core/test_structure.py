@@ -8,27 +8,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hfdcp_core.arrangement import Arrangement, arranged
+from hfdcp_core.arrangement import arranged
 from hfdcp_core.catalog import TensorSpec
 from hfdcp_core.errors import PlanError, UsageError
 from hfdcp_core.sizes import Sizes
 from hfdcp_core.structure import OPTIONS, Flow, Key, Step, applied, checked, inverted
+from hfdcp_core.testing.arrangements import evaluated
 
 Array = npt.NDArray[np.int64]
 SIZES = Sizes({"heads": 2, "half": 3, "n": 4, "experts": 3})
-
-
-def values(made: Arrangement, arrays: Mapping[str, Array]) -> Array:
-    out = np.zeros(made.fine, np.int64)
-    for patch in made.patches:
-        for index in np.ndindex(*patch.box.shape):
-            there = list(patch.start)
-            for number, (axis, step) in zip(index, patch.moves, strict=True):
-                if step:
-                    there[axis] += step * number
-            place = tuple(map(sum, zip(patch.box.offset, index, strict=True)))
-            out[place] = arrays[patch.source][tuple(there)] if patch.source else 0
-    return out.reshape(made.shape)
 
 
 def flow_of(arrays: Mapping[str, Array], keys: Mapping[str, Key]) -> Flow:
@@ -60,18 +48,18 @@ ONE = [
 )
 def test_a_step_does_what_numpy_does_and_can_be_taken_back(step: Step, given: Array, expected: Array) -> None:
     [made] = applied(checked(step), flow_of({"w": given}, {"w": ("", ())}), SIZES, ("",)).values()
-    assert (values(made, {"w": given}) == expected).all()
+    assert (evaluated(made, {"w": given}) == expected).all()
     assert made.shape == expected.shape
     [back] = applied(checked(inverted(step)), {("", ()): made}, SIZES, ("",)).values()
-    assert (values(back, {"w": given}) == given).all()
+    assert (evaluated(back, {"w": given}) == given).all()
 
 
 def test_what_is_trimmed_is_padded_again() -> None:
     step = Step("trim", {"dim": 0, "size": 10, "from": 12})
     [made] = applied(step, flow_of({"w": W}, {"w": ("", ())}), SIZES, ("",)).values()
-    assert (values(made, {"w": W}) == W[:10]).all()
+    assert (evaluated(made, {"w": W}) == W[:10]).all()
     [back] = applied(inverted(step), {("", ()): made}, SIZES, ("",)).values()
-    assert (values(back, {"w": W}) == np.concatenate([W[:10], np.zeros((2, 5))])).all()
+    assert (evaluated(back, {"w": W}) == np.concatenate([W[:10], np.zeros((2, 5))])).all()
 
 
 MANY = [
@@ -88,10 +76,10 @@ def test_one_becomes_several_and_one_again(step: Step, labels: tuple[str, ...], 
     given = flow_of({"w": W}, {"w": ("", (("i", 3),))})
     made = applied(checked(step), given, SIZES, labels)
     assert list(made) == [(label, (("i", 3),)) for label in labels]
-    assert all((values(part, {"w": W}) == array).all() for part, array in zip(made.values(), expected, strict=True))
+    assert all((evaluated(part, {"w": W}) == array).all() for part, array in zip(made.values(), expected, strict=True))
     back = applied(checked(inverted(step)), made, SIZES, ("",))
     assert list(back) == [("", (("i", 3),))]
-    assert (values(back["", (("i", 3),)], {"w": W}) == W).all()
+    assert (evaluated(back["", (("i", 3),)], {"w": W}) == W).all()
 
 
 def test_indices_become_tensors_that_a_variable_counts_and_are_stacked_again() -> None:
@@ -99,10 +87,10 @@ def test_indices_become_tensors_that_a_variable_counts_and_are_stacked_again() -
     given = numbers(3, 4, 2)
     made = applied(checked(step), flow_of({"w": given}, {"w": ("a", (("b", 1),))}), SIZES, ("a",))
     assert list(made) == [("a", (("b", 1), ("e", number))) for number in range(3)]
-    assert (values(made["a", (("b", 1), ("e", 2))], {"w": given}) == given[2]).all()
+    assert (evaluated(made["a", (("b", 1), ("e", 2))], {"w": given}) == given[2]).all()
     assert str(inverted(step)) == "stack(dim: 0, size: experts, over: e)"
     back = applied(checked(inverted(step)), dict(reversed(made.items())), SIZES, ("a",))
-    assert (values(back["a", (("b", 1),)], {"w": given}) == given).all()
+    assert (evaluated(back["a", (("b", 1),)], {"w": given}) == given).all()
 
 
 def test_a_step_may_act_on_some_labels() -> None:
@@ -146,7 +134,7 @@ def test_parts_must_be_equal_or_of_stated_sizes() -> None:
     with pytest.raises(PlanError, match=r"have \[2, 3\] indices, not \[3, 2\]"):
         applied(Step("cat", {"dim": 0, "sizes": (3, 2)}), flow, SIZES, ("",))
     [made] = applied(Step("cat", {"dim": 0, "sizes": (2, 3)}), flow, SIZES, ("",)).values()
-    assert (values(made, arrays) == np.concatenate([arrays["w"], arrays["v"]])).all()
+    assert (evaluated(made, arrays) == np.concatenate([arrays["w"], arrays["v"]])).all()
     with pytest.raises(PlanError, match=r"parts of \[5, 0\] indices"):
         applied(
             Step("cat", {"dim": 1}), flow_of({"w": W, "v": numbers(3)}, {"w": ("a", ()), "v": ("b", ())}), SIZES, ("",)
