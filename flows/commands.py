@@ -11,7 +11,7 @@ from hfdcp_core import inspection
 from hfdcp_core import publish as core
 from hfdcp_core.errors import UsageError
 from hfdcp_core.hub import Receipt
-from hfdcp_core.job import Gathered, Job
+from hfdcp_core.job import OFF, Gathered, Job
 from hfdcp_core.state import Cancellation, Progress
 from hfdcp_core.store import configure
 from hfdcp_flows import report
@@ -74,7 +74,7 @@ def publish(args: Namespace, control: Control) -> Answer:
     """Run the whole chain, in a work folder where no sink is named."""
     job = job_of(args)
     # Looking first costs a read of the metadata, and saves starting a server for what cannot be done.
-    gathered, planned = core.plan_only(job)
+    gathered, planned = core.plan_only(replace(job, load_check=OFF))  # the chain itself asks transformers
     say_what_is_left_out(gathered, control)
     if job.sink:
         return report.of_receipt("publish", chain(job, control, args), job)
@@ -153,7 +153,7 @@ def storage_options(args: Namespace, job: Job) -> Mapping[str, Mapping[str, obje
         if options and any(chosen.setdefault(protocol, options) != options for protocol in protocols):
             raise UsageError(f"source and sink are both {protocols[0]}://, so they cannot have options of their own")
     common = getattr(args, "storage_options", None)
-    if common and (protocol := protocol_of(job.config)):
+    if common and (protocol := protocol_of(job.config) or protocol_of(job.base)):
         chosen.setdefault(protocol, dict(common))
     if common and not chosen:
         raise UsageError("--storage-options are given, but nothing lies in a remote storage")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from hfdcp_core.job import AUTO, LOAD_CHECKS
 from hfdcp_core.recipe_sources import shipped
 from hfdcp_core.statistics import BASIC, LEVELS
-from hfdcp_flows.typed import block, count, file_index, filled, json_object, named_size, refusable, size
+from hfdcp_flows.typed import block, count, file_index, filled, json_object, named_size, refusable, size, tolerance
 
 
 def source(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +53,57 @@ def sink_to_validate(parser: argparse.ArgumentParser) -> None:
 def planned_sink(parser: argparse.ArgumentParser) -> None:
     """Where the output would go."""
     parser.add_argument("sink", metavar="SINK", nargs="?", type=filled, help="where the output would go")
+
+
+def completed(parser: argparse.ArgumentParser) -> None:
+    """What makes a model repository complete, and whether it would load."""
+    group = parser.add_argument_group("the rest of the repository")
+    group.add_argument(
+        "--base",
+        metavar="MODEL",
+        type=filled,
+        help="folder or repository (org/name) of the model that config, tokenizer, processors, licence and code are "
+        "copied from; its config is corrected to what is written",
+    )
+    group.add_argument("--card", action="store_true", help="write a model card (README.md); with --base it always is")
+    _load_check(group)
+    _check_logits(group)
+
+
+def loaded(parser: argparse.ArgumentParser) -> None:
+    """Whether what was written would load."""
+    group = parser.add_argument_group("would it load")
+    _load_check(group)
+    _check_logits(group)
+
+
+def _load_check(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--load-check",
+        choices=LOAD_CHECKS,
+        default=AUTO,
+        help="ask transformers whether it would load the tensors as the config says, before anything is written: where "
+        "that is possible (auto, default), never (off), or as a condition (require)",
+    )
+
+
+def _check_logits(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--check-logits",
+        metavar="PROMPT",
+        type=filled,
+        help="load the finished model for real and run it on this text, or on ids between commas",
+    )
+    group.add_argument(
+        "--reference", metavar="MODEL", type=filled, help="folder of a model whose logits must be the same"
+    )
+    group.add_argument(
+        "--logits-tolerance",
+        metavar="X",
+        type=tolerance,
+        default=0.0,
+        help="how much the logits may differ (default: not at all)",
+    )
 
 
 def explained(parser: argparse.ArgumentParser) -> None:

@@ -183,6 +183,7 @@ def of_plan(gathered: Gathered, planned: Planned, job: Job, explained: Sequence[
         *_notes(gathered.skipped, gathered.unproved),
         *_tied(planned.tied),
         *(f"left out by the recipe: {line}" for line in collapsed(planned.dropped)),
+        *planned.said,
         *map(_change, planned.changes),
         f"would write {files}, {size}, by {copies}, in at most {planned.peak_bytes >> 20} MiB of memory",
         *_uncut(planned.uncut, job.shard_dim),

@@ -90,6 +90,21 @@ def named_size(text: str) -> tuple[str, int]:
     return found[1], int(found[2])
 
 
+def tolerance(text: str) -> float:
+    """Return a number that is not negative.
+
+    >>> tolerance("1e-5")
+    1e-05
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no tolerance; write for example 1e-5")
+    return value
+
+
 def json_object(text: str) -> Mapping[str, object]:
     """Return a JSON object, given as such or as ``@file``.
 

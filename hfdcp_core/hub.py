@@ -30,6 +30,8 @@ from hfdcp_core.manifest import EXTRA_PATH, MANIFEST_PATH, FileRecord, Manifest
 from hfdcp_core.state import SILENT, Progress
 from hfdcp_core.store import Sink
 
+CARD_PATH = "README.md"
+"""The model card, which the Hub shows first."""
 WEIGHTS = (".safetensors", ".safetensors.index.json")
 """Endings of the files from which a loader takes tensors, whether an index names them or not."""
 FILES_AT_ONCE = 4
@@ -109,6 +111,7 @@ def push(
     commit = head.commit
     progress.begin("push", sum(record.size for record in missing))
     if missing or stale:
+        _refuse_wrong_card(repository, missing, store)
         _upload(repository, store, missing, progress)
         title, description = message or _message(manifest), f"{MANIFEST_PATH} has sha256 {records[-1].sha256}"
         try:
@@ -127,6 +130,26 @@ def push(
         created=created,
         unchanged=not (missing or stale),
     )
+
+
+def read_card(repo: str, *, revision: str = "main", endpoint: str = "") -> str:
+    """Return the model card that a repository has, or nothing where there is none.
+
+    Raises:
+        HubDenied, HubUnavailable, RateLimited: As for `push`.
+    """
+    repository = Repository(repo, revision=revision, endpoint=endpoint)
+    head = repository.look()
+    if head is None or CARD_PATH not in repository.root(head.commit):
+        return ""
+    return repository.read(CARD_PATH, head.commit).decode(errors="replace")
+
+
+def _refuse_wrong_card(repository: Repository, records: Sequence[FileRecord], store: Sink) -> None:
+    """Let the Hub look at the card before anything is sent."""
+    for record in records:
+        if record.path == CARD_PATH:
+            repository.check_card(store.read(CARD_PATH, 0, record.size).decode(errors="replace"))
 
 
 def compare(manifest: Manifest, repo: str, *, revision: str = "main", endpoint: str = "") -> tuple[str, ...]:

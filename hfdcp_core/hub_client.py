@@ -167,6 +167,20 @@ class Repository:
             hf_raise_for_status(response)
             return response.content
 
+    def check_card(self, text: str) -> None:
+        """Let the Hub look at a model card.
+
+        Raises:
+            HubRejected: It would refuse it.
+        """
+        from huggingface_hub import get_session, hf_raise_for_status
+        from huggingface_hub.utils._headers import build_hf_headers
+
+        url = f"{self._api.endpoint}/api/validate-yaml"
+        with self._calling(f"the Hub refuses the README.md that {self._place} would get"):
+            response = get_session().post(url, json={"repoType": "model", "content": text}, headers=build_hf_headers())
+            hf_raise_for_status(response)
+
     def upload(self, files: Sequence[tuple[FileRecord, Path]]) -> None:
         """Send files from this machine's disk, to be committed later; regular ones are kept in memory until then.
 

@@ -30,6 +30,9 @@ TENSOR_MEMORY, SHARD_MEMORY = 2 << 10, 1280
 """What is known and planned of each tensor and each shard (measured with 200,000 of either: 1.6 KB and 1.0 KB)."""
 KNOWN_AT_START = 16 << 20
 """As much of that as `MEMORY_AT_START` has room for."""
+AUTO, OFF, REQUIRE = "auto", "off", "require"
+LOAD_CHECKS = (AUTO, OFF, REQUIRE)
+"""Ask transformers where that is possible; not at all; or refuse what it cannot judge."""
 USUAL_MEMORY, REMOTE_MEMORY = 256 << 20, 1 << 30
 LARGEST_WINDOW = 4 << 20
 """Larger windows only take memory: hashing and writing are as fast with 4 MiB."""
@@ -109,6 +112,19 @@ class Job:
     fail_on: tuple[str, ...] = ()
     """What no tensor may hold, so that nothing is published: of ``nan``, ``inf``, ``zero`` (nothing but zeros)."""
 
+    base: str = ""
+    """Folder or repository of the model that the rest of the repository is taken from: config, tokenizer, licence."""
+    card: bool = False
+    """Whether a model card is written; with a base it always is."""
+    load_check: str = AUTO
+    """Whether transformers is asked if it would load the output: `AUTO`, `OFF` or `REQUIRE`."""
+    check_logits: str = ""
+    """Prompt, or ids between commas, that the finished model is run on; empty for not at all."""
+    reference: str = ""
+    """Folder of a model whose logits are compared."""
+    logits_tolerance: float = 0.0
+    """How much they may differ."""
+
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""
         least = (
@@ -123,12 +139,18 @@ class Job:
             raise UsageError(
                 f"{self.repo!r} names no repository: it is written namespace/name, of letters, digits and ._-"
             )
+        if self.ranks and (self.base or self.card or self.check_logits):
+            raise UsageError("files for ranks are no model repository: they take no base, no card, and have no logits")
         if self.ranks and (self.file_index is not None or self.repo):
             raise UsageError("files for ranks are no model repository: they take no file index, and are not pushed")
         if len({self.source, *self.also}) <= len(self.also):
             raise UsageError("a place is named twice; --also names further ones than the source")
         assert self.numerics is not None  # refuses what makes no sense together
         self._refuse_unknown_statistics()
+        if self.load_check not in LOAD_CHECKS:
+            raise UsageError(f"--load-check {self.load_check!r}: it is one of {', '.join(LOAD_CHECKS)}")
+        if (self.reference or self.logits_tolerance) and not self.check_logits:
+            raise UsageError("--reference and --logits-tolerance say what --check-logits compares with")
 
     def _refuse_unknown_statistics(self) -> None:
         if self.statistics not in LEVELS:
@@ -299,5 +321,7 @@ class Planned:
     """Tensors that are left out because the config ties them to another one of the same bytes: name and kept name."""
     dropped: tuple[str, ...] = ()
     """Tensors, as saved, that the recipe leaves out."""
+    said: tuple[str, ...] = ()
+    """What a person should hear: corrections of the config, what of the base is left out, whether it would load."""
     uncut: int = 0
     """Of files for ranks: tensors that lie whole in the first one, since they have too few dimensions to be cut."""

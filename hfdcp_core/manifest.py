@@ -151,6 +151,8 @@ class Manifest:
     """What was done to the numbers."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Tensors that were left out because the config ties them to another one of the same bytes: name and kept name."""
+    corrections: tuple[str, ...] = ()
+    """What was corrected in the base's config."""
     rules: str = ""
     """The recipe as plain data, where its name alone does not say it."""
 

@@ -8,12 +8,26 @@ it again: what is whole is not made twice.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
-from hfdcp_core import casting, defining, extras, hub, quantization, recipe, statistics, tying
+from hfdcp_core import (
+    casting,
+    defining,
+    extras,
+    hub,
+    load_check,
+    quantization,
+    recipe,
+    repository,
+    statistics,
+    tying,
+)
 from hfdcp_core import consolidate as consolidating
 from hfdcp_core import explain as explaining
 from hfdcp_core import validate as validating
@@ -38,6 +52,7 @@ from hfdcp_core.plan import reshard as join
 from hfdcp_core.run import FileSummary, PlanSummary, Run
 from hfdcp_core.state import SILENT, Cancellation, Progress
 from hfdcp_core.store import Sink, Source, open_store
+from hfdcp_core.ties import read_config
 from hfdcp_core.windows import refuse_split_bytes
 
 __all__ = ["Gathered", "Job", "Planned", "PlannedFile"]
@@ -145,22 +160,31 @@ def reshard(job: Job, *, progress: Progress = SILENT) -> Planned:
     progress.begin("reshard", 0)
     run = Run(open_store(job.sink))
     catalog = run.catalog()
-    summary, plan, _ = _plan(catalog, reopen(job, run.source()), job)
+    summary, plan, _, said = _plan(catalog, reopen(job, run.source()), job)
     if summary.config is not None:
         run.refuse_other(CONFIG_PATH, summary.config, overwrite=job.overwrite)
     run.occupy(summary, overwrite=job.overwrite)
     run.sink.sweep()
     run.save_plan(summary, plan)
-    planned = _planned(run, summary, plan, catalog, job)
+    planned = replace(_planned(run, summary, plan, catalog, job), said=said)
     _refuse_full_sink(run, planned)
     for name, kept in planned.tied.items():
         progress.say(f"left out {name}: tied to {kept}, and its bytes are the same")
-    for line in collapsed(planned.dropped):
-        progress.say(f"left out by the recipe: {line}")
+    for line in (*(f"left out by the recipe: {line}" for line in collapsed(planned.dropped)), *planned.said):
+        progress.say(line)
     return planned
 
 
-def _plan(catalog: Catalog, source: Source, job: Job) -> tuple[PlanSummary, Plan, tuple[recipe.Definition, ...]]:
+class _Drawn(NamedTuple):
+    """A plan, and what a person should hear of it."""
+
+    summary: PlanSummary
+    plan: Plan
+    definitions: tuple[recipe.Definition, ...]
+    said: tuple[str, ...]
+
+
+def _plan(catalog: Catalog, source: Source, job: Job) -> _Drawn:
     if catalog.unproved and not job.accept_unproved:
         raise IncompleteCheckpoint(f"{job.source}: it cannot be shown that every shard is there: {catalog.unproved}")
     selection = recipe.select(catalog, include=job.include, exclude=job.exclude)
@@ -176,7 +200,19 @@ def _plan(catalog: Catalog, source: Source, job: Job) -> tuple[PlanSummary, Plan
         _summary(catalog, job, plan, settled, skipped), recipe=named.recipe, rules=named.rules, dropped=named.dropped
     )
     changes = quantization.changes(settled.definitions)
-    return replace(summary, numerics=made.numerics, changes=changes), plan, settled.definitions
+    beside = repository.settle(settled, source, job)
+    report = repository.judged(beside, plan, source, job)
+    summary = replace(
+        summary,
+        numerics=made.numerics,
+        changes=changes,
+        config=beside.config,
+        corrections=beside.corrections,
+        assets=beside.assets.files,
+        left_in_base=beside.assets.left_out,
+        loads="" if report.why or report.problems else report.sentence,
+    )
+    return _Drawn(summary, plan, settled.definitions, (*beside.said, *load_check.told(report)))
 
 
 def _window(catalog: Catalog, target: Target, job: Job) -> int:
@@ -204,7 +240,6 @@ def _summary(catalog: Catalog, job: Job, plan: Plan, settled: tying.Settled, ski
         source_format=catalog.format,
         stamps=catalog.files,
         recipe=job.recipe,
-        rules="",
         include=job.include,
         exclude=job.exclude,
         skipped=skipped,
@@ -373,10 +408,30 @@ def validate(job: Job, *, progress: Progress = SILENT) -> Manifest:
     """
     progress.begin("validate", 0)
     run = Run(open_store(job.sink))
-    manifest = validating.complete(run, reopen(job, run.source()), fail_on=job.fail_on)
+    more = partial(_more, run, job)
+    manifest = validating.complete(run, reopen(job, run.source()), fail_on=job.fail_on, more=more)
     for line in statistics.told(statistics.merged(manifest.records)):
         progress.say(line)
+    if job.check_logits:
+        progress.say(_logits(run, job).sentence)
     return manifest
+
+
+def _more(run: Run, job: Job, planned: PlanSummary, records: tuple[FileRecord, ...]) -> Mapping[str, bytes]:
+    """Return the assets and the card; the card that the repository has already is kept."""
+    asked = job.repo and (job.card or job.base)
+    there = hub.read_card(job.repo, revision=job.revision, endpoint=job.endpoint) if asked else ""
+    return repository.files(run, planned, records, job, there)
+
+
+def _logits(run: Run, job: Job) -> load_check.Logits:
+    """Load what was written for real, and run it on the prompt."""
+    folder = run.sink.local_path(MANIFEST_PATH)
+    if folder is None:
+        raise PlanError(f"--check-logits needs the model on a local disk, and {run.sink.url} is none")
+    return load_check.logits(
+        folder.parent, prompt=job.check_logits, reference=job.reference, tolerance=job.logits_tolerance
+    )
 
 
 def push(job: Job, *, progress: Progress = SILENT) -> hub.Receipt:
@@ -464,10 +519,11 @@ def explain_only(job: Job, names: tuple[str, ...]) -> tuple[Gathered, Planned, t
     if job.sink:
         _refuse_own_source(job, found.pinned.folder)
         _refuse_file_as_sink(open_store(job.sink), job)
-    summary, plan, definitions = _plan(found.catalog, found.source, job)
+    summary, plan, definitions, said = _plan(found.catalog, found.source, job)
     run = Run(open_store(job.sink)) if job.sink else None
     told = tuple(explaining.explain(plan, definitions, name) for name in names)
-    return _gathered(found, job), _planned(run, summary, plan, found.catalog, job), told
+    planned = replace(_planned(run, summary, plan, found.catalog, job), said=said)
+    return _gathered(found, job), planned, told
 
 
 def validate_again(job: Job, *, progress: Progress = SILENT) -> Manifest:
@@ -490,7 +546,21 @@ def validate_again(job: Job, *, progress: Progress = SILENT) -> Manifest:
         problems += hub.compare(manifest, job.repo, revision=job.revision, endpoint=job.endpoint)
     ValidationError.raise_for(f"{job.sink} is not what its manifest says", problems)
     statistics.refuse(job.sink, statistics.merged(manifest.records), job.fail_on)
+    _load_again(sink, manifest, job, progress)
     return manifest
+
+
+def _load_again(sink: Sink, manifest: Manifest, job: Job, progress: Progress) -> None:
+    """Ask transformers about what was written, by its headers and the config beside it, and run it where asked to."""
+    run = Run(sink)
+    raw = run.read(CONFIG_PATH)
+    if not manifest.ranks and raw is not None:
+        config = json.loads(read_config(raw, where=f"{sink.url}/{CONFIG_PATH}").text)
+        headers = {record.path: validating.read_raw_header(sink, record.path) for record in manifest.records}
+        for line in load_check.told(load_check.judge(config, headers, job)):
+            progress.say(line)
+    if job.check_logits:
+        progress.say(_logits(run, job).sentence)
 
 
 def _source_problems(job: Job, manifest: Manifest) -> tuple[str, ...]:

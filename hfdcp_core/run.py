@@ -76,8 +76,6 @@ class PlanSummary:
     """All files of the source, as they were when gathered."""
     recipe: str
     """Which recipe gave the names."""
-    rules: str
-    """The recipe as plain data, where its name alone does not say it."""
     include: tuple[str, ...]
     """Patterns that chose the tensors, where there were any."""
     exclude: tuple[str, ...]
@@ -98,6 +96,16 @@ class PlanSummary:
     """Whether entries that are no tensors are saved apart."""
     numerics: Numerics = field(default_factory=Numerics)
     """What is done to the numbers."""
+    rules: str = ""
+    """The recipe as plain data, where its name alone does not say it."""
+    assets: tuple[FileStamp, ...] = ()
+    """Files of the base that are copied, as they were when they were listed."""
+    left_in_base: tuple[str, ...] = ()
+    """Files of the base that are neither assets nor weights."""
+    corrections: tuple[str, ...] = ()
+    """What was corrected in the config."""
+    loads: str = ""
+    """What transformers said of loading it, where it was asked and all was well."""
     dropped: tuple[str, ...] = ()
     """Tensors, as saved, that the recipe leaves out."""
     changes: tuple[Change, ...] = ()

@@ -7,6 +7,7 @@ that the config ties are read, so for most checkpoints nothing is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -32,6 +33,9 @@ WAY_OUT = (
 )
 
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
+
+
 @dataclass(frozen=True, slots=True)
 class Settled:
     """What is written, now that it is known what is there twice."""
@@ -47,18 +51,32 @@ class Settled:
 
 
 def config_at_hand(job: Job, source: Source) -> Config | None:
-    """Return the config that the job names, or else one that lies in the checkpoint's folder.
+    """Return the config that the job names, or its base has, or else one that lies in the checkpoint's folder.
 
     Raises:
         SourceError: It is no config, or the one that is named is not there.
     """
-    if not job.config:
+    if not job.config and not job.base:
         return _read_config(source, CONFIG_PATH)
-    folder, path = _folder_of(job.config)
+    folder, path = _folder_of(job.config) if job.config else (base_url(job.base), CONFIG_PATH)
     named = _read_config(open_store(folder), path)
     if named is None:
-        raise SourceError(f"{job.config}: there is no {path}; --config is a config.json, or a folder with one")
+        raise SourceError(
+            f"{job.config or job.base}: there is no {path}; --config is a config.json, or a folder with one, and "
+            "--base a model's folder or repository"
+        )
     return named
+
+
+def base_url(text: str) -> str:
+    """Return the URL of a base: a name of the Hub, where no such folder is here, is taken for a repository.
+
+    >>> base_url("org/model"), base_url("org/model@v1"), base_url("gs://b/m"), base_url("./m"), base_url("/data/m")
+    ('hf://org/model', 'hf://org/model@v1', 'gs://b/m', './m', '/data/m')
+    """
+    local = open_store(text).local_path(CONFIG_PATH) if "://" not in text else None
+    here = local is not None and local.parent.is_dir()
+    return f"hf://{text}" if not here and _HUB_NAME.fullmatch(text) else text
 
 
 def _folder_of(url: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -51,7 +51,15 @@ HASHED_BYTES = 4 << 20
 # ---- in the run -----------------------------------------------------------------------------------------------------
 
 
-def complete(run: Run, source: Source, *, fail_on: tuple[str, ...] = ()) -> Manifest:
+More = Callable[[PlanSummary, tuple[FileRecord, ...]], Mapping[str, bytes]]
+"""Makes further files that lie beside the weights, when these are known."""
+
+
+def _no_more(_planned: PlanSummary, _records: tuple[FileRecord, ...]) -> Mapping[str, bytes]:
+    return {}
+
+
+def complete(run: Run, source: Source, *, fail_on: tuple[str, ...] = (), more: More = _no_more) -> Manifest:
     """Check everything that was written, then write the index and, last of all, the manifest.
 
     Raises:
@@ -66,7 +74,7 @@ def complete(run: Run, source: Source, *, fail_on: tuple[str, ...] = ()) -> Mani
         records, headers = _whole_records(run, planned)
         _combine_shared_items(run, records)
         refuse(run.sink.url, merged(records), fail_on)
-        beside = _beside(run, planned, source)
+        beside = {**more(planned, records), **_beside(run, planned, source)}
         check_stamps(planned.stamps, source)
         index = _write_index(run, planned)
         _hold_index_against_files(run, planned, headers)
@@ -219,12 +227,22 @@ def read_header(source: Source, path: str) -> Header:
     Raises:
         CorruptFile: It is not a whole safetensors file.
     """
+    raw = read_raw_header(source, path)
+    return parse_header(raw, path=f"{source.url}/{path}", file_size=source.stat(path).size)
+
+
+def read_raw_header(source: Source, path: str) -> bytes:
+    """Read all bytes before the data of a safetensors file.
+
+    Raises:
+        CorruptFile: It is not a whole safetensors file.
+    """
     where = f"{source.url}/{path}"
     size = source.stat(path).size
     length = header_length(source.read(path, 0, min(8, size)), path=where)
     if 8 + length > size:
         raise CorruptFile(f"{where}: the header takes {length} bytes, the file has {size}")
-    return parse_header(source.read(path, 0, 8 + length), path=where, file_size=size)
+    return source.read(path, 0, 8 + length)
 
 
 def _manifest(planned: PlanSummary, records: tuple[FileRecord, ...], extra_files: tuple[FileRecord, ...]) -> Manifest:
@@ -237,6 +255,7 @@ def _manifest(planned: PlanSummary, records: tuple[FileRecord, ...], extra_files
         total_size=planned.total_size,
         recipe=planned.recipe,
         rules=planned.rules,
+        corrections=planned.corrections,
         include=planned.include,
         exclude=planned.exclude,
         unproved=planned.unproved,
@@ -244,7 +263,7 @@ def _manifest(planned: PlanSummary, records: tuple[FileRecord, ...], extra_files
         shard_dim=planned.shard_dim,
         skipped=planned.skipped,
         tools={name: importlib.metadata.version(name) for name in ("hfdcp", "safetensors")},
-        checks=CHECKS,
+        checks=(*CHECKS, *([planned.loads] if planned.loads else [])),
         numerics=planned.numerics,
         tied=planned.tied,
     )
