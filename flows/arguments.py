@@ -73,8 +73,9 @@ Start with `hfdcp demo` (a real small checkpoint, published to a Hub on this mac
   hfdcp inspect runs/7b/step-1000"""
 
 STATUSES = """\
-exit status: 0 done; 2 usage; 3 the source is wrong; 4 what was asked cannot be; 5 storage failed; 6 the Hub refused
-or failed; 7 what was written is not what was meant; 130 interrupted (the same command goes on from there)
+exit status: 0 done; 1 (diff) they differ; 2 usage; 3 the source is wrong; 4 what was asked cannot be; 5 storage
+failed; 6 the Hub refused or failed; 7 what was written is not what was meant; 130 interrupted (the same command goes
+on from there)
 more about one command: hfdcp COMMAND --help"""
 
 COMMANDS = (
@@ -140,6 +141,18 @@ COMMANDS = (
             options.packed_or_cut,
             options.stored,
         ),
+    ),
+    Command(
+        "diff",
+        "compare two checkpoints or repositories, tensor by tensor",
+        "Names, shapes, dtypes, bytes, and the largest absolute and relative error of each tensor, in any of the\n"
+        "formats, a window at a time. The exit status is 1 where they differ.",
+        (
+            "diff runs/7b/step-1000 out/7b",
+            "diff out/7b hf://me/7b --tolerance 1e-3",
+            "diff runs/titan/step-1000 out/7b --recipe auto --json",
+        ),
+        (options.two, options.chosen, options.stored),
     ),
     Command(
         "validate",

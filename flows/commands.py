@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 
+from hfdcp_core import diff as differing
 from hfdcp_core import inspection
 from hfdcp_core import publish as core
 from hfdcp_core.errors import UsageError
@@ -55,6 +56,14 @@ def consolidate(args: Namespace, control: Control) -> Answer:
         core.consolidate_all(job, progress=control.progress, cancellation=control.cancellation)
         manifest = core.validate(job, progress=control.progress)
     return report.of_manifest("consolidate", manifest, job, before=all(file.done for file in planned.files))
+
+
+def diff(args: Namespace, control: Control) -> Answer:
+    """Compare two checkpoints or repositories."""
+    job = job_of(args)
+    sides = replace(job, source=args.a), replace(job, source=args.b)
+    found = differing.diff(*sides, progress=control.progress, cancellation=control.cancellation)
+    return report.of_diff(found, args.a, args.b, tolerance=args.tolerance)
 
 
 def validate(args: Namespace, control: Control) -> Answer:
@@ -106,6 +115,7 @@ ANSWERS: Mapping[str, Callable[[Namespace, Control], Answer]] = {
     "inspect": inspect,
     "plan": plan,
     "consolidate": consolidate,
+    "diff": diff,
     "validate": validate,
     "push": push,
     "publish": publish,
@@ -144,7 +154,8 @@ def storage_options(args: Namespace, job: Job) -> Mapping[str, Mapping[str, obje
         UsageError: Options are given for a local path, or both ends need other ones of the same protocol.
     """
     chosen: dict[str, dict[str, object]] = {}
-    for end, urls in (("source", (job.source, *job.also)), ("sink", (job.sink,))):
+    sources = (job.source, *job.also, *filter(None, (getattr(args, "a", ""), getattr(args, "b", ""))))
+    for end, urls in (("source", sources), ("sink", (job.sink,))):
         own = getattr(args, f"{end}_options", None)
         protocols = sorted({protocol for url in urls if (protocol := protocol_of(url))})
         if own and not protocols:

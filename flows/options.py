@@ -55,6 +55,24 @@ def planned_sink(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sink", metavar="SINK", nargs="?", type=filled, help="where the output would go")
 
 
+def two(parser: argparse.ArgumentParser) -> None:
+    """The two sides that are compared."""
+    for name in "ab":
+        parser.add_argument(
+            name,
+            metavar=name.upper(),
+            type=filled,
+            help="checkpoint or repository: a folder, or any URL that fsspec knows",
+        )
+    parser.add_argument(
+        "--tolerance",
+        metavar="X",
+        type=tolerance,
+        default=0.0,
+        help="largest relative error that still counts as equal (default: 0, every bit the same)",
+    )
+
+
 def completed(parser: argparse.ArgumentParser) -> None:
     """What makes a model repository complete, and whether it would load."""
     group = parser.add_argument_group("the rest of the repository")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hfdcp_core import wire
 from hfdcp_core.catalog import Skipped
+from hfdcp_core.diff import ONLY_A, ONLY_B, SHAPE, Diff, TensorDiff
 from hfdcp_core.explain import Explanation
 from hfdcp_core.homes import of_rank
 from hfdcp_core.hub import Receipt
@@ -211,6 +213,70 @@ def _explained(one: Explanation) -> list[str]:
         ),
         *([f"  … and {counted(hidden, 'more read', 'more reads')}"] if hidden else []),
     ]
+
+
+def of_diff(found: Diff, a: str, b: str, *, tolerance: float) -> Answer:
+    """Tell how two checkpoints differ; the worst first."""
+    odd = sorted(found.different(tolerance), key=lambda one: (one.what not in _STRUCTURE, -(one.relative_max or 0)))
+    document = {
+        "command": "diff",
+        "a": a,
+        "b": b,
+        "tolerance": tolerance,
+        "equal": not odd,
+        "diff": _encoded_diff(found),
+    }
+    hidden = len(odd) - SHOWN_TENSORS
+    same = len(found.tensors) - len(odd)
+    lines = [
+        *map(_differs, odd[:SHOWN_TENSORS]),
+        *([f"… and {counted(hidden, 'more tensor')}"] if hidden > 0 else []),
+        f"{counted(same, 'tensor')} equal, {counted(len(odd), 'tensor')} different; {in_bytes(found.nbytes)} read",
+    ]
+    return Answer(document, "\n".join(lines), status=1 if odd else 0)
+
+
+_STRUCTURE = (ONLY_A, ONLY_B, SHAPE)
+"""Ways to differ that come before numbers."""
+
+
+def _encoded_diff(found: Diff) -> object:
+    """Return it for JSON, which has no infinity."""
+    rows = [
+        {
+            "fqn": one.fqn,
+            "what": one.what,
+            "a": one.a,
+            "b": one.b,
+            "differing": one.differing,
+            "first": list(one.first) if one.first is not None else None,
+            "error_max": _number(one.error_max),
+            "relative_max": _number(one.relative_max),
+            "digests": list(one.digests),
+        }
+        for one in found.tensors
+    ]
+    return {"tensors": rows, "nbytes": found.nbytes, "source_digests": list(found.source_digests)}
+
+
+def _number(value: float | None) -> float | str | None:
+    return "inf" if value == math.inf else value
+
+
+def _differs(one: TensorDiff) -> str:
+    """Tell in a line how a tensor differs."""
+    if one.what in {ONLY_A, ONLY_B}:
+        return f"{one.fqn}  {one.what}: {one.a or one.b}"
+    kinds = one.a if one.a == one.b else f"{one.a} against {one.b}"
+    if one.what == SHAPE:
+        return f"{one.fqn}  {kinds}"
+    if one.error_max is None:
+        return f"{one.fqn}  {kinds}: {counted(one.differing, 'element')} differ"
+    first = f", first at {list(one.first)}" if one.first is not None else ""
+    return (
+        f"{one.fqn}  {kinds}: {counted(one.differing, 'element')} differ{first}, "
+        f"by {one.error_max:.3g} at most, relative {one.relative_max:.3g}"
+    )
 
 
 def _files(number: int, ranks: int, dim: int) -> str:

@@ -68,7 +68,7 @@ RANKS = (
     ("tying",),
     ("casting", "defining", "load_check", "assets"),
     ("repository",),
-    ("validate", "inspection"),
+    ("validate", "inspection", "diff"),
     ("hub_client",),
     ("hub",),
     ("publish",),
