@@ -99,6 +99,7 @@ COMMANDS = (
             "plan runs/7b/step-1000 --max-file-size 2GB",
             "plan runs/7b/step-1000 --include '*' --ranks 16",
             "plan runs/7b/step-1000 --recipe torchtitan-llama3 --config meta --explain lm_head.weight",
+            "plan runs/7b/step-1000 --config meta --infer-recipe > mine.yaml",
         ),
         (
             options.source,

@@ -42,6 +42,8 @@ def plan(args: Namespace, control: Control) -> Answer:
     """Say what would be written."""
     job = job_of(args)
     control.progress.begin("reshard", 0)
+    if args.infer_recipe:
+        return report.of_proposals(core.infer_recipe(job))
     gathered, planned, told = core.explain_only(job, tuple(args.explain))
     return report.of_plan(gathered, planned, job, told)
 

@@ -134,6 +134,11 @@ def explained(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="say where this tensor of the output comes from: rule, sources, operations, byte ranges; may be repeated",
     )
+    parser.add_argument(
+        "--infer-recipe",
+        action="store_true",
+        help="propose a recipe by names and shapes for the model of --config or --base, as a file that a person completes",
+    )
 
 
 def consolidated(parser: argparse.ArgumentParser) -> None:

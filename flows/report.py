@@ -13,6 +13,7 @@ from hfdcp_core.diff import ONLY_A, ONLY_B, SHAPE, Diff, TensorDiff
 from hfdcp_core.explain import Explanation
 from hfdcp_core.homes import of_rank
 from hfdcp_core.hub import Receipt
+from hfdcp_core.infer import Proposal, as_yaml
 from hfdcp_core.inspection import Inspection, Tensor, Wanted
 from hfdcp_core.job import Gathered, Job, Planned
 from hfdcp_core.manifest import MANIFEST_PATH, Manifest
@@ -213,6 +214,12 @@ def _explained(one: Explanation) -> list[str]:
         ),
         *([f"  … and {counted(hidden, 'more read', 'more reads')}"] if hidden else []),
     ]
+
+
+def of_proposals(proposals: Sequence[Proposal]) -> Answer:
+    """Give a proposed recipe, as a file that a person completes."""
+    text = as_yaml(proposals)
+    return Answer({"command": "plan", "proposals": [_encoded(one) for one in proposals], "recipe": text}, text.rstrip())
 
 
 def of_diff(found: Diff, a: str, b: str, *, tolerance: float) -> Answer:

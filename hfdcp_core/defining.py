@@ -17,11 +17,12 @@ from hfdcp_core.catalog import Catalog, TensorSpec
 from hfdcp_core.consolidate import Nowhere, consolidate
 from hfdcp_core.equations import Compiled, Equations, compile_rules, plain_source
 from hfdcp_core.errors import PlanError, ValidationError
+from hfdcp_core.infer import Proposal, propose
 from hfdcp_core.job import Job
 from hfdcp_core.layout import lay_out
 from hfdcp_core.plan import reshard
 from hfdcp_core.recipe import Definition, Recipe, define, recipe_named
-from hfdcp_core.recipe_sources import Adapter, resolve, traced
+from hfdcp_core.recipe_sources import Adapter, expected, resolve, traced
 from hfdcp_core.recipe_text import read_recipe, write_recipe
 from hfdcp_core.sizes import Sizes
 from hfdcp_core.store import Source
@@ -98,6 +99,19 @@ def _refuse_not_zero(
     zero = {name for file in plan.files for name in consolidate(file, source, Nowhere()).statistics.zero}
     problems = [f"{name} is not zero; --exclude {name!r} leaves it out knowingly" for name in found if name not in zero]
     PlanError.raise_for(f"the recipe {recipe.name!r} has no place for what changes the model", problems)
+
+
+def proposed(catalog: Catalog, names: Iterable[str], source: Source, job: Job) -> tuple[Proposal, ...]:
+    """Propose which tensors of a checkpoint are which of the model that the config names.
+
+    Raises:
+        PlanError: There is no config, or transformers does not know the model.
+    """
+    config = config_at_hand(job, source)
+    if config is None:
+        raise PlanError("--infer-recipe needs the model's config: name it (--config or --base)")
+    shapes = {name: spec.shape for name, (_, spec) in _cleaned(catalog, names).items()}
+    return propose(shapes, expected(json.loads(config.text)))
 
 
 def defined_again(catalog: Catalog, names: Iterable[str], *, recipe: str, rules: str) -> tuple[Definition, ...]:

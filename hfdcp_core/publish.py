@@ -42,6 +42,7 @@ from hfdcp_core.errors import (
     UsageError,
     ValidationError,
 )
+from hfdcp_core.infer import Proposal
 from hfdcp_core.job import Gathered, Job, Planned, PlannedFile, known_bytes
 from hfdcp_core.layout import Target, has_dimension, lay_out, lay_out_for_ranks
 from hfdcp_core.locate import Located, locate, relocate, reopen
@@ -524,6 +525,18 @@ def explain_only(job: Job, names: tuple[str, ...]) -> tuple[Gathered, Planned, t
     told = tuple(explaining.explain(plan, definitions, name) for name in names)
     planned = replace(_planned(run, summary, plan, found.catalog, job), said=said)
     return _gathered(found, job), planned, told
+
+
+def infer_recipe(job: Job) -> tuple[Proposal, ...]:
+    """Propose a recipe, for a person to confirm.
+
+    Raises:
+        SourceError: As `gather`.
+        PlanError: There is no config of a model that transformers knows.
+    """
+    found = locate(job)
+    selection = recipe.select(found.catalog, include=job.include, exclude=job.exclude)
+    return defining.proposed(found.catalog, selection.names, found.source, job)
 
 
 def validate_again(job: Job, *, progress: Progress = SILENT) -> Manifest:

@@ -152,6 +152,17 @@ def traced(
     return made
 
 
+def expected(config: Mapping[str, object]) -> Mapping[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors that a model's files have, as transformers writes them.
+
+    Raises:
+        PlanError: transformers does not know the model.
+    """
+    request = {"expected": True, "config": config, "adapter": "", "tensors": []}
+    answer = ask("hfdcp_core.tracing", request, what="what the model's files hold")
+    return {name: tuple(shape) for name, shape in answer["expected"].items()}
+
+
 def unused(made: tuple[Compiled, ...], tensors: Mapping[str, tuple[str, TensorSpec]]) -> list[str]:
     """Say what of the sources is in no target, and what is in two.
 

@@ -299,7 +299,22 @@ def transformers_adapter(config: Mapping[str, Any]) -> Callable[[dict[str, Any]]
     return functools.partial(revert_weight_conversion, model)
 
 
+def expected(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names and shapes of the tensors that a model's files have, by transformers' own way back."""
+    adapter = transformers_adapter(config)
+    assert isinstance(adapter, functools.partial)
+    [model] = adapter.args
+    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in tied}
+    made = trace(adapter, {name: (name, TensorSpec("F32", shape)) for name, shape in shapes.items()})["targets"]
+    return {
+        "expected": {name: [math.prod(group) for group in one["arrangement"]["groups"]] for name, one in made.items()}
+    }
+
+
 def _request(data: Mapping[str, Any]) -> dict[str, Any]:
+    if data.get("expected"):
+        return expected(data["config"])
     tensors = {name: (saved, TensorSpec(dtype, tuple(shape))) for name, saved, dtype, shape in data["tensors"]}
     adapter = load_adapter(data["adapter"]) if data["adapter"] else transformers_adapter(data["config"])
     if isinstance(adapter, Equations):

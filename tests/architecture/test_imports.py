@@ -38,7 +38,7 @@ RANKS = (
     ("sizes",),
     ("structure",),
     ("equations",),
-    ("recipe_text",),
+    ("recipe_text", "infer"),
     ("quantization_config",),
     ("layout",),
     ("plan",),
