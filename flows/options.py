@@ -137,7 +137,7 @@ def explained(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--infer-recipe",
         action="store_true",
-        help="propose a recipe by names and shapes for the model of --config or --base, as a file that a person completes",
+        help="propose a recipe by names and shapes, for the model of --config or --base; a person completes it",
     )
 
 

@@ -14,30 +14,27 @@ Damage in a source is an error here as everywhere, and no difference.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from hfdcp_core import recipe
-from hfdcp_core.catalog import Catalog, Shard, TensorSpec
+from hfdcp_core.catalog import Catalog, TensorSpec
 from hfdcp_core.consolidate import check_stamps
 from hfdcp_core.defining import defined
 from hfdcp_core.dtypes import dtype_named
-from hfdcp_core.fill import Filler
 from hfdcp_core.job import Job
-from hfdcp_core.layout import lay_out
 from hfdcp_core.locate import locate
 from hfdcp_core.numeric import decode
 from hfdcp_core.operation import DECODABLE
 from hfdcp_core.ops import EMPTY_DIGEST, digest_text, extend_digest
-from hfdcp_core.plan import FilePlan, reshard, stamps_digest
-from hfdcp_core.read import page_aligned
+from hfdcp_core.plan import stamps_digest
 from hfdcp_core.recipe import Definition
+from hfdcp_core.single import Stream, Tensors
 from hfdcp_core.state import SILENT, Cancellation, Progress
 from hfdcp_core.store import Source
-from hfdcp_core.windows import refuse_split_bytes, windows_of
 
 WINDOW_BYTES = 4 << 20
 """How much of a tensor is held of each side."""
@@ -99,31 +96,18 @@ class _Side:
     catalog: Catalog
     source: Source
     definitions: Mapping[str, Definition]
-    shards: Mapping[str, Sequence[Shard]]
+    tensors: Tensors
 
     @classmethod
     def of(cls, job: Job) -> _Side:
         found = locate(job)
         names = recipe.select(found.catalog, include=job.include, exclude=job.exclude).names
         definitions = defined(found.catalog, names, found.source, job).definitions
-        shards: dict[str, list[Shard]] = {}
-        for shard in found.catalog.shards:
-            shards.setdefault(shard.fqn, []).append(shard)
-        return cls(found.catalog, found.source, {d.fqn: d for d in definitions}, shards)
+        return cls(found.catalog, found.source, {d.fqn: d for d in definitions}, Tensors(found.catalog))
 
-    def plan(self, fqn: str) -> FilePlan:
-        """Plan a file of one tensor, looking at its own shards only."""
-        definition = self.definitions[fqn]
-        needed = {operand.fqn for operand in definition.operands} | {
-            name for made in definition.arrangements if made for name in made.sources
-        }
-        shards = tuple(shard for name in needed for shard in self.shards.get(name, ()))
-        tensors = {name: self.catalog.tensors[name] for name in needed if name in self.catalog.tensors}
-        own = replace(self.catalog, tensors=tensors, shards=shards, nesting={}, skipped=(), objects=())
-        target = lay_out([definition], max_file_size=max(1, definition.spec.nbytes))
-        plan = reshard(own, target, window_bytes=WINDOW_BYTES)
-        refuse_split_bytes(plan)
-        return plan.files[0]
+    def stream(self, fqn: str, stop: Cancellation) -> Stream:
+        plan = self.tensors.plan(self.definitions[fqn], window_bytes=WINDOW_BYTES)
+        return Stream(plan, self.source, stop)
 
 
 def diff(a: Job, b: Job, *, progress: Progress = SILENT, cancellation: Cancellation | None = None) -> Diff:
@@ -166,33 +150,13 @@ def _compared(name: str, one: _Side, other: _Side, progress: Progress, stop: Can
     if spec.shape != there.shape:
         return TensorDiff(name, SHAPE, str(spec), str(there))
     meter = _Meter(spec.dtype, there.dtype)
-    sides = (_Stream(one.plan(name), one.source, stop), _Stream(other.plan(name), other.source, stop))
+    sides = one.stream(name, stop), other.stream(name, stop)
     for mine, theirs in _in_step(*(side.pieces() for side in sides), units=(_unit(spec), _unit(there))):
         meter.add(mine, theirs)
         progress.advance(len(mine) + len(theirs))
     for side in sides:
         side.check()
     return meter.result(name, spec, there)
-
-
-class _Stream:
-    """The bytes of one tensor, a window at a time."""
-
-    def __init__(self, plan: FilePlan, source: Source, stop: Cancellation) -> None:
-        self._plan = plan
-        self._filler = Filler(plan, source, stop)
-
-    def pieces(self) -> Iterator[memoryview]:
-        """Yield the bytes in order; each is overwritten by the next."""
-        buffer = page_aligned(self._plan.window_bytes)
-        for window in windows_of(self._plan):
-            nbytes = sum(piece.nbytes for piece in window)
-            self._filler.fill(window, buffer[:nbytes])
-            yield buffer[:nbytes]
-
-    def check(self) -> None:
-        """Hold what was read against the source's own checksums."""
-        self._filler.check()
 
 
 def _unit(spec: TensorSpec) -> int:

@@ -31,6 +31,7 @@ from torch.futures import Future
 
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import RAW, Catalog, Shard
+from hfdcp_core.dcp.made import Made
 from hfdcp_core.dcp.measured import SMALL_BYTES, WASTE, MeasuredSource, Range, ReadReport, joined
 from hfdcp_core.dcp.metadata import StoredShard, metadata_of
 from hfdcp_core.dcp.ranks import Ranks
@@ -38,6 +39,7 @@ from hfdcp_core.dcp.shard_file import ShardFile, read_box, view_of
 from hfdcp_core.dcp.tensors import keeps_values, memory_of
 from hfdcp_core.errors import HfdcpError, PlanError, UsageError
 from hfdcp_core.gather import gather
+from hfdcp_core.job import Job
 from hfdcp_core.store import Source, open_store
 from hfdcp_core.windows import Lattice
 
@@ -72,6 +74,8 @@ class HuggingFaceStorageReader(FileSystemReader):
         world_size: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         memory_bytes: int = MEMORY_BYTES,
+        recipe: str = "none",
+        config: str = "",
     ) -> None:
         """Name a checkpoint; nothing is read yet.
 
@@ -87,6 +91,9 @@ class HuggingFaceStorageReader(FileSystemReader):
                 writer leaves with ``save_distributed=True``): with it, the loss of any rank's file is an error.
             process_group: Where given, its first rank reads the metadata and shares it; all of them must call.
             memory_bytes: How much may be read at once on the way into tensors that it cannot be read into directly.
+            recipe: By which names and shapes the tensors are asked for, as ``hfdcp consolidate --recipe`` knows them:
+                with ``inverse:torchtitan-llama3`` a model of torchtitan is loaded from a repository of the Hub.
+            config: The model's ``config.json``, where a recipe needs sizes and none lies beside the weights.
 
         Raises:
             UsageError: The path is empty or lost a slash, or its protocol is not installed.
@@ -100,6 +107,8 @@ class HuggingFaceStorageReader(FileSystemReader):
         self.thread_count = thread_count
         self.strict, self.cast, self.world_size = strict, cast, world_size
         self._options, self._group = options, process_group
+        self._recipe = Job(str(path), "", recipe=recipe, config=config)
+        self._by_recipe: Made | None = None
         self._memory_bytes, self._budget = memory_bytes, _Budget(memory_bytes)
         self._measured: MeasuredSource | None = None
         self.report: ReadReport | None = None
@@ -149,6 +158,10 @@ class HuggingFaceStorageReader(FileSystemReader):
             StorageError: Reading failed.
         """
         catalog = self._catalog() if self._group is None else self._shared_catalog(self._group)
+        self._by_recipe = None
+        if self._recipe.recipe != "none":
+            self._by_recipe = Made.of(catalog, self._source, self._recipe)
+            catalog = self._by_recipe.catalog
         if catalog.unproved:
             _LOG.warning("%s: it cannot be shown that every shard is there: %s", self._source.url, catalog.unproved)
         metadata = self._metadata_of(catalog)
@@ -244,6 +257,9 @@ class HuggingFaceStorageReader(FileSystemReader):
 
     def _process_read_request(self, f: ShardFile, req: ReadItem, planner: LoadPlanner) -> None:
         """Read one request into its tensor. Subclasses may override it: ``f`` is like what ``safe_open`` returns."""
+        if self._by_recipe is not None and req.storage_index.fqn in self._by_recipe.arranged:
+            self._put_together(req, planner, self._by_recipe)
+            return
         del f  # a file may hold several boxes of one tensor; the request says which
         shard: Shard = self.storage_data[req.storage_index].shard
         box = Box(tuple(req.storage_offsets), tuple(req.lengths))
@@ -257,6 +273,23 @@ class HuggingFaceStorageReader(FileSystemReader):
             with self._budget.taken(box.volume * stored.itemsize):
                 tensor = torch.empty(box.shape, dtype=stored)
                 read_box(self._data, shard, box, tensor)
+                target.copy_(tensor)
+        planner.commit_tensor(req, target)
+
+    def _put_together(self, req: ReadItem, planner: LoadPlanner, made: Made) -> None:
+        """Put a box of a tensor together, as the recipe says."""
+        box = Box(tuple(req.storage_offsets), tuple(req.lengths))
+        target = planner.resolve_tensor(req).detach()
+        stored: torch.dtype = self.storage_data[req.storage_index].dtype
+        memory = memory_of(target) if target.dtype == stored else None
+        if memory is not None and memory.flags.c_contiguous:
+            made.read_into(req.storage_index.fqn, box, self._data, memory)
+        else:
+            with self._budget.taken(box.volume * stored.itemsize):
+                tensor = torch.empty(box.shape, dtype=stored)
+                room = memory_of(tensor)
+                assert room is not None  # it is ours, and dense
+                made.read_into(req.storage_index.fqn, box, self._data, room)
                 target.copy_(tensor)
         planner.commit_tensor(req, target)
 
