@@ -39,7 +39,12 @@ class Selection(BaseModel):
     )
     exclude: tuple[str, ...] = Field(default=(), title="Exclude", description="Globs of names to leave out.")
     recipe: str = Field(
-        default="auto", title="Recipe", description="auto cleans wrappers' prefixes; none keeps every name."
+        default="auto",
+        title="Recipe",
+        description="auto cleans wrappers' prefixes; none keeps every name; or a shipped recipe, transformers, a file.",
+    )
+    sizes: dict[str, int] = Field(
+        default={}, title="Sizes", description="Sizes that the recipe asks for and no config states, by name."
     )
     also: tuple[str, ...] = Field(
         default=(), title="Also", description="URLs of further places that hold files of the same checkpoint."
@@ -122,6 +127,25 @@ class Repository(BaseModel):
     )
 
 
+class Completion(BaseModel):
+    """What makes a model repository complete, and whether it would load."""
+
+    base: str = Field(
+        default="",
+        title="Base model",
+        description="Folder or repository that config, tokenizer, processors, licence and code are copied from.",
+    )
+    card: bool = Field(default=False, title="Card", description="Write a model card; with a base model it always is.")
+    load_check: Literal["auto", "off", "require"] = Field(
+        default="auto", title="Load check", description="Ask transformers before anything is written."
+    )
+    check_logits: str = Field(
+        default="", title="Check logits", description="Run the finished model on this text, or on ids between commas."
+    )
+    reference: str = Field(default="", title="Reference", description="Folder of a model with the same logits.")
+    logits_tolerance: float = Field(default=0.0, ge=0, title="Tolerance", description="How much they may differ.")
+
+
 class Resources(BaseModel):
     """What the run may use of its machine."""
 
@@ -137,6 +161,7 @@ class Resources(BaseModel):
 _NOTHING = ("world_size", "file_index")
 """Options that the form says by 0 or an empty mapping, as it has no good field for "nothing or a number"."""
 SELECTION, NUMBERS, LAYOUT, REPOSITORY, RESOURCES = Selection(), Numbers(), Layout(), Repository(), Resources()
+COMPLETION = Completion()
 
 
 @flow(name="publish", flow_run_name="publish-{repo}", persist_result=False)
@@ -148,6 +173,7 @@ def publish(
     selection: Selection = SELECTION,
     numbers: Numbers = NUMBERS,
     layout: Layout = LAYOUT,
+    completion: Completion = COMPLETION,
     repository: Repository = REPOSITORY,
     resources: Resources = RESOURCES,
 ) -> dict[str, Any]:
@@ -160,13 +186,14 @@ def publish(
         selection: Which tensors are taken, and under which names.
         numbers: In which dtype they are written, and whether with scales.
         layout: How the tensors are packed into files.
+        completion: What lies beside them, and whether it would load.
         repository: Where on the Hub the output goes.
         resources: What the run may use of its machine.
 
     Returns:
         The receipt of the commit.
     """
-    job = job_of(source, repo, sink, groups=(selection, numbers, layout, repository, resources))
+    job = job_of(source, repo, sink, groups=(selection, numbers, layout, completion, repository, resources))
     with session(), hold(job):
         gather(job)
         consolidate_each(job, reshard(job))
@@ -190,6 +217,7 @@ def parameters_of(job: Job) -> dict[str, Any]:
         "selection": Selection,
         "numbers": Numbers,
         "layout": Layout,
+        "completion": Completion,
         "repository": Repository,
         "resources": Resources,
     }

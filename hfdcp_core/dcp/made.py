@@ -46,9 +46,12 @@ class Made:
             UsageError: There is no such recipe.
         """
         definitions = defined(catalog, catalog.tensors, source, job).definitions
-        plain = {made.source: made.fqn for made in definitions if not made.arrangements and not made.operation}
+        plain: dict[str, list[str]] = {}  # of what is tied, one source is two targets
+        for made in definitions:
+            if not made.arrangements and not made.operation:
+                plain.setdefault(made.source, []).append(made.fqn)
         arranged = {made.fqn: made for made in definitions if made.arrangements or made.operation}
-        shards = [replace(shard, fqn=plain[shard.fqn]) for shard in catalog.shards if shard.fqn in plain]
+        shards = [replace(shard, fqn=name) for shard in catalog.shards for name in plain.get(shard.fqn, ())]
         shards += (
             Shard(name, made.spec.dtype, Box.whole(made.spec.shape), Span("recipe", 0, made.spec.nbytes), MADE)
             for name, made in arranged.items()

@@ -18,6 +18,8 @@ def test_every_option_of_a_job_reaches_it() -> None:
     given += " --also d --also e --latest"
     given += " --max-file-size 1GB --memory 1GiB --workers 3 --overwrite --revision dev --message hello --allow-public"
     given += " --config m/config.json --untie --keep-extra --stats full --fail-on nan,zero"
+    given += " --size heads=4 --size layers=2 --base org/m --card --load-check require"
+    given += " --check-logits 1,2 --reference r --logits-tolerance 1e-5"
     assert job_of(parse(given.split())) == Job(
         source="a",
         sink="c",
@@ -41,6 +43,13 @@ def test_every_option_of_a_job_reaches_it() -> None:
         keep_extra=True,
         statistics="full",
         fail_on=("nan", "zero"),
+        sizes={"heads": 4, "layers": 2},
+        base="org/m",
+        card=True,
+        load_check="require",
+        check_logits="1,2",
+        reference="r",
+        logits_tolerance=1e-5,
     )
 
 
