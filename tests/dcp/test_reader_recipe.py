@@ -54,12 +54,9 @@ def test_a_framework_s_own_model_is_loaded_from_a_repository(name: str, tmp_path
 
 def test_into_tensors_of_another_order_and_dtype(tmp_path: Path) -> None:
     expected = repository(tmp_path, "torchtitan-llama3")
-    state = {
-        fqn: torch.zeros(tuple(reversed(tensor.shape)), dtype=torch.float64).T
-        if tensor.ndim == 2
-        else torch.zeros_like(tensor)
-        for fqn, tensor in expected.items()
-    }
+    matrices = {fqn: tensor for fqn, tensor in expected.items() if tensor.ndim == 2}
+    state = {fqn: torch.zeros_like(tensor) for fqn, tensor in expected.items()}
+    state |= {fqn: torch.zeros(tensor.shape[::-1], dtype=torch.float64).T for fqn, tensor in matrices.items()}
     loaded(tmp_path, "torchtitan-llama3", state)
     assert all(torch.equal(state[fqn].to(tensor.dtype), tensor) for fqn, tensor in expected.items())
 
@@ -74,7 +71,7 @@ def test_a_tied_head_is_there_twice_in_training(tmp_path: Path) -> None:
 def test_what_does_not_fit_the_recipe_is_an_error(tmp_path: Path) -> None:
     repository(tmp_path, "torchtitan-llama3")
     with pytest.raises(CheckpointException, match="does not fit the checkpoint"):
-        loaded(tmp_path, "torchtune-qwen2", {"x": torch.zeros(1)})
+        loaded(tmp_path, "torchtitan-qwen3", {"x": torch.zeros(1)})
 
 
 def test_sizes_come_from_the_config_that_is_named(tmp_path: Path) -> None:
