@@ -86,15 +86,16 @@ def attention(model: Model, *, biases: bool = False, norms: bool = False) -> dic
 
 def dense(model: Model, place: str = "mlp") -> dict[str, tuple[int, ...]]:
     """A feed-forward block."""
-    shapes = {"gate_proj": (model.inner, model.hidden), "up_proj": (model.inner, model.hidden)}
-    shapes["down_proj"] = (model.hidden, model.inner)
+    wide = (model.inner, model.hidden)
+    shapes: dict[str, tuple[int, ...]] = {"gate_proj": wide, "up_proj": wide, "down_proj": wide[::-1]}
     layers = range(model.layers)
     return {f"model.layers.{n}.{place}.{name}.weight": shape for n in layers for name, shape in shapes.items()}
 
 
 def experts(model: Model) -> dict[str, tuple[int, ...]]:
     """A mixture of experts."""
-    shapes = {f"model.layers.{n}.mlp.gate.weight": (model.experts, model.hidden) for n in range(model.layers)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    shapes |= {f"model.layers.{n}.mlp.gate.weight": (model.experts, model.hidden) for n in range(model.layers)}
     for expert in range(model.experts):
         shapes |= dense(model, f"mlp.experts.{expert}")
     return shapes
