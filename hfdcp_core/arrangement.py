@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hfdcp_core.box import Box
+from hfdcp_core.box import Box, boxes_of_run
 from hfdcp_core.catalog import TensorSpec
 from hfdcp_core.errors import PlanError
 
@@ -228,25 +228,6 @@ def _cut_patch(patch: Patch, place: int, pieces: Sequence[int]) -> Iterator[Patc
         )
         began = moved(patch.start, patch.moves[place], first - start)
         yield Patch(box, patch.source, began, (*patch.moves[:place], *moves, *patch.moves[place + 1 :]))
-
-
-def boxes_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a run of row-major numbers into boxes, in order."""
-    if len(shape) == 1:
-        yield (start,), (stop - start,)
-        return
-    row = math.prod(shape[1:])
-    while start < stop:
-        first, inside = divmod(start, row)
-        rows = (stop - start) // row
-        if inside == 0 and rows:
-            yield (first, *(0 for _ in shape[1:])), (rows, *shape[1:])
-            start += rows * row
-            continue
-        end = min(stop, (first + 1) * row)
-        for offset, extents in boxes_of_run(shape[1:], inside, inside + end - start):
-            yield (first, *offset), (1, *extents)
-        start = end
 
 
 # ---- small steps ----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -94,3 +95,30 @@ class Box:
     def __str__(self) -> str:
         """Write it as slices: ``[0:4, 2:4]``."""
         return f"[{', '.join(f'{a}:{a + n}' for a, n in zip(self.offset, self.shape, strict=True))}]"
+
+
+def boxes_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a run ``[start, stop)`` of row-major items into boxes, in order.
+
+    Yields:
+        Offset and shape of each box.
+
+    >>> list(boxes_of_run((4, 3), 1, 11))
+    [((0, 1), (1, 2)), ((1, 0), (2, 3)), ((3, 0), (1, 2))]
+    """
+    if not shape:
+        if start < stop:
+            yield (), ()
+        return
+    row = math.prod(shape[1:])
+    while start < stop:
+        first, inside = divmod(start, row)
+        rows = (stop - start) // row
+        if inside == 0 and rows:
+            yield (first, *itertools.repeat(0, len(shape) - 1)), (rows, *shape[1:])
+            start += rows * row
+            continue
+        end = min(stop, (first + 1) * row)
+        for offset, part in boxes_of_run(shape[1:], inside, end - first * row):
+            yield (first, *offset), (1, *part)
+        start = end

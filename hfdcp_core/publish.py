@@ -9,33 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
-from hfdcp_core import (
-    casting,
-    defining,
-    extras,
-    hub,
-    load_check,
-    quantization,
-    recipe,
-    repository,
-    statistics,
-    tying,
-)
 from hfdcp_core import consolidate as consolidating
+from hfdcp_core import defining, extras, hub, load_check, quantization, recipe, repository, statistics, tying
 from hfdcp_core import explain as explaining
 from hfdcp_core import validate as validating
-from hfdcp_core.catalog import Catalog
 from hfdcp_core.crew import Crew, crew_of, usable_processors
 from hfdcp_core.errors import (
     Cancelled,
-    IncompleteCheckpoint,
     NoSpace,
     PlanError,
     SinkOccupied,
@@ -43,18 +29,17 @@ from hfdcp_core.errors import (
     ValidationError,
 )
 from hfdcp_core.infer import Proposal
-from hfdcp_core.job import Gathered, Job, Planned, PlannedFile, known_bytes
-from hfdcp_core.layout import Target, has_dimension, lay_out, lay_out_for_ranks
+from hfdcp_core.job import Gathered, Job, Planned, PlannedFile
 from hfdcp_core.locate import Located, locate, relocate, reopen
 from hfdcp_core.manifest import CONFIG_PATH, EXTRA_PATH, MANIFEST_PATH, STATE_FOLDER, FileRecord, Manifest
 from hfdcp_core.name_patterns import collapsed
-from hfdcp_core.plan import Plan, stamps_digest
 from hfdcp_core.plan import reshard as join
-from hfdcp_core.run import FileSummary, PlanSummary, Run
+from hfdcp_core.plan import stamps_digest
+from hfdcp_core.planning import draw, planned_of, target_of
+from hfdcp_core.run import PlanSummary, Run
 from hfdcp_core.state import SILENT, Cancellation, Progress
-from hfdcp_core.store import Sink, Source, open_store
+from hfdcp_core.store import Sink, open_store
 from hfdcp_core.ties import read_config
-from hfdcp_core.windows import refuse_split_bytes
 
 __all__ = ["Gathered", "Job", "Planned", "PlannedFile"]
 
@@ -161,13 +146,14 @@ def reshard(job: Job, *, progress: Progress = SILENT) -> Planned:
     progress.begin("reshard", 0)
     run = Run(open_store(job.sink))
     catalog = run.catalog()
-    summary, plan, _, said = _plan(catalog, reopen(job, run.source()), job)
+    drawn = draw(catalog, reopen(job, run.source()), job)
+    summary, plan = drawn.summary, drawn.plan
     if summary.config is not None:
         run.refuse_other(CONFIG_PATH, summary.config, overwrite=job.overwrite)
     run.occupy(summary, overwrite=job.overwrite)
     run.sink.sweep()
     run.save_plan(summary, plan)
-    planned = replace(_planned(run, summary, plan, catalog, job), said=said)
+    planned = planned_of(drawn, catalog, job, done=_done(run, summary.digest, job))
     _refuse_full_sink(run, planned)
     for name, kept in planned.tied.items():
         progress.say(f"left out {name}: tied to {kept}, and its bytes are the same")
@@ -176,122 +162,13 @@ def reshard(job: Job, *, progress: Progress = SILENT) -> Planned:
     return planned
 
 
-class _Drawn(NamedTuple):
-    """A plan, and what a person should hear of it."""
-
-    summary: PlanSummary
-    plan: Plan
-    definitions: tuple[recipe.Definition, ...]
-    said: tuple[str, ...]
+def _done(run: Run, digest: str, job: Job) -> Callable[[str], bool]:
+    """Return what says of a file of a plan whether it is whole already."""
+    return lambda path: _whole(run, digest, path, job) is not None
 
 
-def _plan(catalog: Catalog, source: Source, job: Job) -> _Drawn:
-    if catalog.unproved and not job.accept_unproved:
-        raise IncompleteCheckpoint(f"{job.source}: it cannot be shown that every shard is there: {catalog.unproved}")
-    selection = recipe.select(catalog, include=job.include, exclude=job.exclude)
-    named = defining.defined(catalog, selection.names, source, job)
-    made = casting.settle(source, named.definitions, job)
-    tied = tying.settle(catalog, source, made.numbers.definitions, job, more=named.ties)
-    settled = casting.configure(made, tied)
-    target = _target(settled.definitions, job, settled.file_index)
-    plan = join(catalog, target, window_bytes=_window(catalog, target, job))
-    refuse_split_bytes(plan)
-    skipped = (*(entry.name for entry in (*selection.skipped, *made.numbers.skipped)), *named.dropped)
-    summary = replace(
-        _summary(catalog, job, plan, settled, skipped), recipe=named.recipe, rules=named.rules, dropped=named.dropped
-    )
-    changes = quantization.changes(settled.definitions)
-    beside = repository.settle(settled, source, job)
-    report = repository.judged(beside, plan, source, job)
-    summary = replace(
-        summary,
-        numerics=made.numerics,
-        changes=changes,
-        config=beside.config,
-        corrections=beside.corrections,
-        assets=beside.assets.files,
-        left_in_base=beside.assets.left_out,
-        loads="" if report.why or report.problems else report.sentence,
-    )
-    return _Drawn(summary, plan, settled.definitions, (*beside.said, *load_check.told(report)))
-
-
-def _window(catalog: Catalog, target: Target, job: Job) -> int:
-    """Return how much of a file is made at a time, beside what is known of all tensors."""
-    parts = [part.definition for file in target.files for part in file.parts]
-    pieces = sum(len(a.patches) if a else 1 for part in parts for a in (part.arrangements or (None,)))
-    operated = any(part.operation for part in parts)
-    return job.window_beside(_known_bytes(catalog, pieces), operated=operated)
-
-
-def _target(definitions: tuple[recipe.Definition, ...], job: Job, file_index: Mapping[str, int] | None) -> Target:
-    """Lay the tensors out as the job asks: for the ranks of a training, or as a model repository."""
-    if job.ranks:
-        return lay_out_for_ranks(definitions, ranks=job.ranks, dim=job.shard_dim)
-    return lay_out(definitions, max_file_size=job.max_file_size, file_index=file_index)
-
-
-def _summary(catalog: Catalog, job: Job, plan: Plan, settled: tying.Settled, skipped: tuple[str, ...]) -> PlanSummary:
-    return PlanSummary(
-        digest=plan.digest,
-        files=tuple(FileSummary(file.path, file.size, file.peak_bytes) for file in plan.files),
-        index=plan.index,
-        total_size=plan.total_size,
-        tensors=len(settled.definitions),
-        source_format=catalog.format,
-        stamps=catalog.files,
-        recipe=job.recipe,
-        include=job.include,
-        exclude=job.exclude,
-        skipped=skipped,
-        unproved=catalog.unproved,
-        ranks=job.ranks,
-        shard_dim=job.shard_dim,
-        tied=settled.tied,
-        config=settled.config,
-        keep_extra=job.keep_extra,
-    )
-
-
-def _planned(run: Run | None, summary: PlanSummary, plan: Plan, catalog: Catalog, job: Job) -> Planned:
-    files = tuple(
-        PlannedFile(file.path, file.size, run is not None and _whole(run, summary.digest, file.path, job) is not None)
-        for file in summary.files
-    )
-    peaks = sorted((file.peak_bytes for file in plan.files), reverse=True)
-    return Planned(
-        digest=summary.digest,
-        files=files,
-        tensors=summary.tensors,
-        nbytes=summary.nbytes,
-        copies=sum(len(file.copies) for file in plan.files),
-        peak_bytes=(
-            job.start_bytes
-            + _known_bytes(catalog, _pieces(plan, catalog))
-            + sum(peak + job.remote_file_bytes for peak in peaks[: job.files_at_once])
-        ),
-        changes=summary.changes,
-        tied=summary.tied,
-        dropped=summary.dropped,
-        uncut=_uncut(plan, job.shard_dim) if job.ranks else 0,
-    )
-
-
-def _pieces(plan: Plan, catalog: Catalog) -> int:
-    """Return in how many parts tensors are written: in several files, or put together of several boxes."""
-    tensors = sum(len(file.tensors) for file in plan.files)
-    copies = sum(len(file.copies) for file in plan.files)
-    return max(tensors, len(catalog.tensors) + copies - len(catalog.shards))
-
-
-def _known_bytes(catalog: Catalog, parts: int) -> int:
-    """Return what it takes to know and plan a checkpoint; a tensor that is written in several parts counts as often."""
-    more = max(0, parts - len(catalog.tensors))
-    return known_bytes(len(catalog.tensors) + more, len(catalog.shards) + more)
-
-
-def _uncut(plan: Plan, dim: int) -> int:
-    return len({name for file in plan.files for name, spec in file.tensors if not has_dimension(spec, dim)})
+def _nothing_done(_path: str) -> bool:
+    return False
 
 
 def _refuse_full_sink(run: Run, planned: Planned) -> None:
@@ -520,11 +397,10 @@ def explain_only(job: Job, names: tuple[str, ...]) -> tuple[Gathered, Planned, t
     if job.sink:
         _refuse_own_source(job, found.pinned.folder)
         _refuse_file_as_sink(open_store(job.sink), job)
-    summary, plan, definitions, said = _plan(found.catalog, found.source, job)
-    run = Run(open_store(job.sink)) if job.sink else None
-    told = tuple(explaining.explain(plan, definitions, name) for name in names)
-    planned = replace(_planned(run, summary, plan, found.catalog, job), said=said)
-    return _gathered(found, job), planned, told
+    drawn = draw(found.catalog, found.source, job)
+    done = _done(Run(open_store(job.sink)), drawn.summary.digest, job) if job.sink else _nothing_done
+    told = tuple(explaining.explain(drawn.plan, drawn.definitions, name) for name in names)
+    return _gathered(found, job), planned_of(drawn, found.catalog, job, done=done), told
 
 
 def infer_recipe(job: Job) -> tuple[Proposal, ...]:
@@ -585,7 +461,7 @@ def _source_problems(job: Job, manifest: Manifest) -> tuple[str, ...]:
     plain = defining.defined_again(catalog, selection.names, recipe=manifest.recipe, rules=manifest.rules)
     definitions = quantization.settle(plain, manifest.numerics).definitions
     written = tuple(definition for definition in definitions if definition.fqn not in manifest.tied)
-    target = _target(written, replace(job, ranks=manifest.ranks, shard_dim=manifest.shard_dim, repo=""), wanted)
+    target = target_of(written, replace(job, ranks=manifest.ranks, shard_dim=manifest.shard_dim, repo=""), wanted)
     plan = join(catalog, target, window_bytes=job.window_bytes)
     made_again = (consolidating.consolidate(file, found.source, consolidating.Nowhere()) for file in plan.files)
     problems = validating.records_problems(made_again, manifest)

@@ -10,8 +10,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from hfdcp_core.arrangement import Arrangement, Patch, boxes_of_run, merged
-from hfdcp_core.box import Box
+from hfdcp_core.arrangement import Arrangement, Patch, merged
+from hfdcp_core.box import Box, boxes_of_run
 from hfdcp_core.rearrange import sliced
 
 

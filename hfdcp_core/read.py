@@ -14,7 +14,6 @@ the end, so nothing is read twice; only an item of odd strides that is too large
 
 from __future__ import annotations
 
-import itertools
 import math
 import mmap
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hfdcp_core.box import boxes_of_run
 from hfdcp_core.catalog import RAW, TORCH_SAVE_ZSTD, Shard, Span
 from hfdcp_core.distcp_file import TorchItem, payload_at_a_glance, read_item
 from hfdcp_core.errors import CorruptFile
@@ -359,30 +359,3 @@ def _halves(view: Strides, out: Array) -> Iterator[tuple[Strides, Array]]:
         shape = (*view.shape[:axis], stop - start, *view.shape[axis + 1 :])
         part = out[(*(slice(None),) * axis, slice(start, stop))]
         yield Strides(view.offset + start * view.strides[axis], shape, view.strides), part
-
-
-def boxes_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a run ``[start, stop)`` of row-major items into boxes, in order.
-
-    Yields:
-        Offset and shape of each box.
-
-    >>> list(boxes_of_run((4, 3), 1, 11))
-    [((0, 1), (1, 2)), ((1, 0), (2, 3)), ((3, 0), (1, 2))]
-    """
-    if not shape:
-        if start < stop:
-            yield (), ()
-        return
-    row = math.prod(shape[1:])
-    while start < stop:
-        first, inside = divmod(start, row)
-        rows = (stop - start) // row
-        if inside == 0 and rows:
-            yield (first, *itertools.repeat(0, len(shape) - 1)), (rows, *shape[1:])
-            start += rows * row
-            continue
-        end = min(stop, (first + 1) * row)
-        for offset, part in boxes_of_run(shape[1:], inside, end - first * row):
-            yield (first, *offset), (1, *part)
-        start = end

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
+from hfdcp_core.box import boxes_of_run
 from hfdcp_core.dcp.orders import HandedBox, Key
 from hfdcp_core.dcp.tensors import bytes_of, memory_of
 from hfdcp_core.errors import PlanError
-from hfdcp_core.read import boxes_of_run
 
 COPIED_BYTES = 4 << 20
 """How much is copied at a time, at most, of a box that does not give its own memory."""

@@ -68,6 +68,7 @@ RANKS = (
     ("tying",),
     ("casting", "defining", "load_check", "assets"),
     ("repository",),
+    ("planning",),
     ("validate", "inspection", "diff"),
     ("hub_client",),
     ("hub",),

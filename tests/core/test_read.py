@@ -15,11 +15,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfdcp_core.box import Box
+from hfdcp_core.box import Box, boxes_of_run
 from hfdcp_core.catalog import TORCH_SAVE, TORCH_SAVE_ZSTD, Shard, Span
 from hfdcp_core.errors import CorruptFile
 from hfdcp_core.manifest import CrcPart, SourceCheck
-from hfdcp_core.read import MOST_OVERHEAD, boxes_of_run, gather_strided, open_payload, page_aligned
+from hfdcp_core.read import MOST_OVERHEAD, gather_strided, open_payload, page_aligned
 from hfdcp_core.store import Sink, open_store
 from hfdcp_core.windows import Strides
 
