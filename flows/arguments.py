@@ -99,7 +99,7 @@ COMMANDS = (
             "plan runs/7b/step-1000 --max-file-size 2GB",
             "plan runs/7b/step-1000 --include '*' --ranks 16",
             "plan runs/7b/step-1000 --recipe torchtitan-llama3 --config meta --explain lm_head.weight",
-            "plan runs/7b/step-1000 --config meta --infer-recipe > mine.yaml",
+            "plan runs/7b/step-1000 --config meta --infer-recipe",
         ),
         (
             options.source,
@@ -151,7 +151,7 @@ COMMANDS = (
         (
             "diff runs/7b/step-1000 out/7b",
             "diff out/7b hf://me/7b --tolerance 1e-3",
-            "diff runs/titan/step-1000 out/7b --recipe auto --json",
+            "diff runs/titan/step-1000 out/7b --recipe torchtitan-llama3 --recipe-b auto --config out/7b",
         ),
         (options.two, options.chosen, options.stored),
     ),

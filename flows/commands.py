@@ -63,7 +63,7 @@ def consolidate(args: Namespace, control: Control) -> Answer:
 def diff(args: Namespace, control: Control) -> Answer:
     """Compare two checkpoints or repositories."""
     job = job_of(args)
-    sides = replace(job, source=args.a), replace(job, source=args.b)
+    sides = replace(job, source=args.a), replace(job, source=args.b, recipe=args.recipe_b or job.recipe)
     found = differing.diff(*sides, progress=control.progress, cancellation=control.cancellation)
     return report.of_diff(found, args.a, args.b, tolerance=args.tolerance)
 

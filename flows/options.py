@@ -71,6 +71,19 @@ def two(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="largest relative error that still counts as equal (default: 0, every bit the same)",
     )
+    parser.add_argument(
+        "--recipe-b",
+        metavar="NAME",
+        type=filled,
+        help="how the tensors of B are named (default: as --recipe says for both)",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="URL",
+        type=filled,
+        help="the model's config.json, or a folder with one, for a recipe that asks for sizes (default: the one beside "
+        "each checkpoint)",
+    )
 
 
 def completed(parser: argparse.ArgumentParser) -> None:

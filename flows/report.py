@@ -278,10 +278,10 @@ def _differs(one: TensorDiff) -> str:
     if one.what == SHAPE:
         return f"{one.fqn}  {kinds}"
     if one.error_max is None:
-        return f"{one.fqn}  {kinds}: {counted(one.differing, 'element')} differ"
+        return f"{one.fqn}  {kinds}: unequal in {counted(one.differing, 'element')}"
     first = f", first at {list(one.first)}" if one.first is not None else ""
     return (
-        f"{one.fqn}  {kinds}: {counted(one.differing, 'element')} differ{first}, "
+        f"{one.fqn}  {kinds}: unequal in {counted(one.differing, 'element')}{first}, "
         f"by {one.error_max:.3g} at most, relative {one.relative_max:.3g}"
     )
 

@@ -105,6 +105,7 @@ def is_plain(arrangement: Arrangement, spec: TensorSpec) -> bool:
 def merged(given: Arrangement) -> Arrangement:
     """Return the same with as few fine dimensions as its patches allow.
 
+    >>> from hfdcp_core.rearrange import regrouped
     >>> fine = regrouped(arranged("w", TensorSpec("F32", (6, 4))), (2, 3, 4))
     >>> merged(regrouped(fine, (6, 4))).groups
     ((6,), (4,))

@@ -11,8 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import yaml
-
 from hfdcp_core.errors import ValidationError
 from hfdcp_core.manifest import FileRecord
 from hfdcp_core.statistics import NONE, merged
@@ -98,14 +96,16 @@ def front_matter(text: str) -> Mapping[str, object]:
     >>> front_matter("---\nlicense: mit\n---\n# Words")
     {'license': 'mit'}
     """
+    from hfdcp_core.yaml_text import read_yaml
+
     found = _FRONT.match(text)
     if found is None:
         if re.match(r"\A\ufeff?---[ \t]*\r?\n", text):
             raise ValidationError("the model card's front matter is not closed: a line of `---` ends it")
         return {}
     try:
-        front = yaml.safe_load(found[2])
-    except yaml.YAMLError as error:
+        front = read_yaml(found[2])
+    except ValueError as error:
         raise ValidationError(f"the model card's front matter is no YAML: {error}") from error
     if front is None:
         return {}
@@ -116,6 +116,8 @@ def front_matter(text: str) -> Mapping[str, object]:
 
 def _with_front_matter(text: str, provenance: Provenance, newline: str) -> str:
     """Add what we know, where the card says nothing of it; all that it says stays as it is."""
+    from hfdcp_core.yaml_text import write_yaml
+
     front = front_matter(text)
     known: dict[str, object] = {"library_name": "transformers", "tags": ["hfdcp"]}
     if provenance.base_model:
@@ -123,7 +125,7 @@ def _with_front_matter(text: str, provenance: Provenance, newline: str) -> str:
     added = {key: value for key, value in known.items() if key not in front}
     if not added:
         return text
-    lines = yaml.safe_dump(added, sort_keys=True).replace("\n", newline)
+    lines = write_yaml(added).replace("\n", newline)
     found = _FRONT.match(text)
     if found is None:
         return f"---{newline}{lines}---{newline}{newline}{text}"

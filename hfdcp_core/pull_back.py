@@ -18,6 +18,8 @@ from hfdcp_core.rearrange import sliced
 def restricted(given: Arrangement, box: Box) -> Arrangement:
     """Return a box of a target as a tensor of its own.
 
+    >>> from hfdcp_core.arrangement import arranged
+    >>> from hfdcp_core.catalog import TensorSpec
     >>> restricted(arranged("w", TensorSpec("F32", (4, 2))), Box((1, 0), (2, 1))).shape
     (2, 1)
     """

@@ -37,6 +37,8 @@ from hfdcp_core.errors import PlanError
 def permuted(given: Arrangement, order: Sequence[int]) -> Arrangement:
     """Put dimensions into another order, as ``torch.permute`` does.
 
+    >>> from hfdcp_core.arrangement import arranged
+    >>> from hfdcp_core.catalog import TensorSpec
     >>> permuted(arranged("w", TensorSpec("F32", (4, 2, 3))), (2, 0, 1)).shape
     (3, 4, 2)
     """
@@ -56,6 +58,8 @@ def regrouped(given: Arrangement, shape: Sequence[int]) -> Arrangement:
     Raises:
         PlanError: It holds another number of elements, or its boundaries cross those of this shape.
 
+    >>> from hfdcp_core.arrangement import arranged
+    >>> from hfdcp_core.catalog import TensorSpec
     >>> regrouped(arranged("w", TensorSpec("F32", (6, 4))), (3, -1)).shape
     (3, 8)
     """
@@ -91,6 +95,8 @@ def _inferred(given: Arrangement, shape: Sequence[int]) -> tuple[int, ...]:
 def sliced(given: Arrangement, axis: int, start: int, stop: int) -> Arrangement:
     """Return the indices ``[start, stop)`` of one dimension.
 
+    >>> from hfdcp_core.arrangement import arranged
+    >>> from hfdcp_core.catalog import TensorSpec
     >>> sliced(arranged("w", TensorSpec("F32", (4, 2))), 0, 1, 3).patches[0].start
     (1, 0)
     """
@@ -127,6 +133,8 @@ def _at_index(given: Arrangement, axis: int, index: int) -> Arrangement:
 def selected(given: Arrangement, axis: int, index: int) -> Arrangement:
     """Return one index of a dimension, which is gone then, as ``torch.select`` does.
 
+    >>> from hfdcp_core.arrangement import arranged
+    >>> from hfdcp_core.catalog import TensorSpec
     >>> selected(arranged("w", TensorSpec("F32", (4, 2))), 0, 3).shape
     (2,)
     """
@@ -154,6 +162,8 @@ def joined(parts: Sequence[Arrangement], axis: int) -> Arrangement:
     Raises:
         PlanError: They are of different dtypes, or of different extents in another dimension.
 
+    >>> from hfdcp_core.arrangement import arranged
+    >>> from hfdcp_core.catalog import TensorSpec
     >>> joined([arranged(n, TensorSpec("F32", (k, 2))) for n, k in (("a", 3), ("b", 4))], 0).shape
     (7, 2)
     """
@@ -205,6 +215,8 @@ def _cut_at(given: Arrangement, axis: int, chain: Sequence[int]) -> Arrangement:
 def stacked(parts: Sequence[Arrangement], axis: int) -> Arrangement:
     """Put tensors one behind the other along a new dimension, as ``torch.stack`` does.
 
+    >>> from hfdcp_core.arrangement import arranged
+    >>> from hfdcp_core.catalog import TensorSpec
     >>> stacked([arranged(name, TensorSpec("F32", (2,))) for name in "ab"], 0).shape
     (2, 2)
     """
@@ -221,6 +233,8 @@ def zeros(dtype: str, shape: Sequence[int]) -> Arrangement:
 def padded(given: Arrangement, axis: int, extent: int) -> Arrangement:
     """Return it with zeros behind its last index, up to an extent.
 
+    >>> from hfdcp_core.arrangement import arranged
+    >>> from hfdcp_core.catalog import TensorSpec
     >>> padded(arranged("w", TensorSpec("F32", (3, 2))), 0, 4).shape
     (4, 2)
     """

@@ -15,10 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
-from typing import Any
-
-import yaml
+from pathlib import Path
 
 from hfdcp_core.arrangement import Arrangement
 from hfdcp_core.catalog import TensorSpec
@@ -34,6 +31,7 @@ INVERSE = "inverse:"
 """What stands before the name of a recipe that is read from right to left."""
 TRANSFORMERS = "transformers"
 """The name of transformers' own registry."""
+_SHIPPED = Path(__file__).with_name("recipes")
 _ENDINGS = (".yaml", ".yml", ".json")
 _MOST_BYTES = 4 << 20
 """A larger file is no recipe."""
@@ -65,7 +63,7 @@ def resolve(text: str) -> Source:
     if text.endswith(_ENDINGS):
         return _from_file(text)
     if text in shipped():
-        return _parsed(resources.files(__package__).joinpath("recipes", f"{text}.yaml").read_text(), text)
+        return _parsed((_SHIPPED / f"{text}.yaml").read_text(), text)
     if text == TRANSFORMERS or (":" in text and not text.startswith("strip:") and "," not in text):
         return Adapter(text)
     try:
@@ -78,8 +76,7 @@ def resolve(text: str) -> Source:
 
 def shipped() -> tuple[str, ...]:
     """Return the names of the recipes that come with hfdcp."""
-    files = resources.files(__package__).joinpath("recipes").iterdir()
-    return tuple(sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml")))
+    return tuple(sorted(file.stem for file in _SHIPPED.glob("*.yaml")))
 
 
 def _from_file(url: str) -> Equations:
@@ -100,22 +97,16 @@ def _from_file(url: str) -> Equations:
 
 def _parsed(text: str, where: str) -> Equations:
     try:
-        data = json.loads(text) if where.endswith(".json") else yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe one
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        data = json.loads(text) if where.endswith(".json") else _read_yaml(text)
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{where} cannot be read: {error}") from error
     return read_recipe(data, where=where)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML's plain types, and no name twice in one mapping: the first of two rules would be lost without a word."""
+def _read_yaml(text: str) -> object:
+    from hfdcp_core.yaml_text import read_yaml
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
-        """Refuse a name that is there twice."""
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        if twice := [key for number, key in enumerate(keys) if key in keys[:number]]:
-            raise UsageError(f"line {node.start_mark.line + 1}: {twice[0]!r} stands there twice")
-        found: dict[Any, Any] = super().construct_mapping(node, deep=deep)
-        return found
+    return read_yaml(text)
 
 
 def traced(

@@ -23,7 +23,7 @@ LAYERS = ("hfdcp_core", "hfdcp_tasks", "hfdcp_flows")
 
 RANKS = (
     ("errors",),
-    ("dtypes", "box", "homes", "json_text", "collector", "name_patterns"),
+    ("dtypes", "box", "homes", "json_text", "yaml_text", "collector", "name_patterns"),
     ("catalog", "manifest", "picture"),
     ("arrangement",),
     ("rearrange",),
@@ -124,7 +124,7 @@ DOORS = {
     "pickletools": {"hfdcp_core.distcp_file"},
     "torch": {"hfdcp_core.dcp", "hfdcp_core.tracing", "hfdcp_core.load_child"},
     "transformers": {"hfdcp_core.tracing", "hfdcp_core.load_child"},
-    "yaml": {"hfdcp_core.recipe_sources", "hfdcp_core.model_card"},
+    "yaml": {"hfdcp_core.yaml_text"},
     "prefect": {"hfdcp_tasks", "hfdcp_flows"},
     "rich": {"hfdcp_flows.screen"},
     "zstandard": {"hfdcp_core.zstd_stream"},
@@ -134,6 +134,7 @@ LATE = {
     **DOORS,
     "hfdcp_core.dcp": {"hfdcp_core"},
     "hfdcp_core.fsspec_store": {"hfdcp_core.store"},
+    "hfdcp_core.yaml_text": {"hfdcp_core.recipe_sources", "hfdcp_core.model_card"},
     "hfdcp_flows": {"hfdcp_flows.start", "hfdcp_flows.cli", "hfdcp_flows.commands", "hfdcp_flows.demo"},
     "hfdcp_core.testing": {"hfdcp_flows.demo"},
 }
@@ -300,7 +301,7 @@ VIOLATIONS = {
     "dcp": ("hfdcp_core/gather.py", "import torch.distributed.checkpoint as dcp", "comes in by hfdcp_core.dcp"),
     "pickle": ("hfdcp_core/wire.py", "import pickle", "comes in by hfdcp_core.distcp_file"),
     "prefect": ("hfdcp_core/publish.py", "from prefect import flow", "comes in by hfdcp_flows or hfdcp_tasks"),
-    "yaml": ("hfdcp_core/publish.py", "import yaml", "comes in by hfdcp_core.model_card or hfdcp_core.recipe_sources"),
+    "yaml": ("hfdcp_core/publish.py", "import yaml", "comes in by hfdcp_core.yaml_text"),
     "pure-os": ("hfdcp_core/wire.py", "import os.path", "pure half"),
     "pure-typing-only": ("hfdcp_core/plan.py", "if TYPE_CHECKING:\n    from pathlib import Path", "pure half"),
     "pure-torch-late": ("hfdcp_core/dtypes.py", "def f():\n    import torch", "pure half"),

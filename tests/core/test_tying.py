@@ -18,6 +18,7 @@ from hfdcp_core.errors import CorruptFile, PlanError, SinkOccupied, SourceError,
 from hfdcp_core.inspection import inspect
 from hfdcp_core.job import Job
 from hfdcp_core.manifest import CONFIG_PATH, INDEX_PATH
+from hfdcp_core.planning import draw
 from hfdcp_core.store import open_store
 from hfdcp_core.testing.checkpoints import Truth
 
@@ -149,7 +150,7 @@ def test_a_hole_in_a_tied_tensor_is_told_with_all_others(tmp_path: Path) -> None
     found = publish.locate(job)
     catalog = replace(found.catalog, shards=())
     with pytest.raises(PlanError) as caught:
-        publish._plan(catalog, found.source, job)
+        draw(catalog, found.source, job)
     assert {problem.partition(":")[0] for problem in caught.value.problems} == SHARED.keys()
 
 

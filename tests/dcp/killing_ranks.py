@@ -53,11 +53,19 @@ def save(rank: int, folder: Path, step: int, way: int, dies_after_s: float | Non
     dist.barrier()
     if dies_after_s is not None:
         threading.Timer(dies_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    began = time.monotonic()
     try:
         dcp.save(state, storage_writer=HuggingFaceStorageWriter(folder, **WAYS[way]))
     except (CheckpointException, RuntimeError):
         os._exit(ENDED_WITH_AN_ERROR)
+    if rank == 0:
+        took_of(folder).write_text(str(time.monotonic() - began))
     os._exit(SAVED)
+
+
+def took_of(folder: Path) -> Path:
+    """Return the file that says how many seconds the last whole save took."""
+    return folder.with_name(f"{folder.name}-took")
 
 
 def ranks(folder: Path, step: int, way: int, victim: int | None, dies_after_s: float) -> list[int | None]:
@@ -101,7 +109,7 @@ def main() -> None:
         if not folder.exists():
             assert ranks(folder, 0, way, None, 0.0) == [SAVED, SAVED]
         before = stored(folder)
-        victim, dies_after_s = chance.randrange(2), chance.uniform(0.0, 0.6)
+        victim, dies_after_s = chance.randrange(2), chance.uniform(0.0, float(took_of(folder).read_text()))
         statuses = ranks(folder, number + 1, way, victim, dies_after_s)
         seen.append([way, victim, dies_after_s, statuses, before, number + 1, stored(folder)])
     (root / "killed.json").write_text(json.dumps(seen))
