@@ -101,9 +101,12 @@ class Listener:
         with selectors.DefaultSelector() as ready:
             for door in (*self._doors, self._woken):
                 ready.register(door, selectors.EVENT_READ)
-            while not self._closed:
+            woken = False
+            while not woken:  # and not before: who closes this listener has still to say so
                 for key, _ in ready.select():
-                    if key.fileobj is not self._woken:
+                    if key.fileobj is self._woken:
+                        woken = True
+                    else:
                         self._admit(key.fileobj)  # type: ignore[arg-type]  # only sockets are registered
         for door in (*self._doors, self._woken, self._wake):
             door.close()

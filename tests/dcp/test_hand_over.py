@@ -402,3 +402,25 @@ def test_ranks_of_several_machines_need_an_address_for_others() -> None:
             lead([here, replace(here, host="another")], [Order(), Order()], lambda: None)
         with pytest.raises(StorageError, match=r"rank 1 on .* does not listen on loopback; rank 0"):
             lead([here, Peer(here.host)], [Order(), Order()], lambda: None)
+
+
+def test_a_listener_can_be_closed_while_somebody_connects() -> None:
+    """A connection that comes at that very moment must not end the listening before it is told to end."""
+    listener = Listener(lambda _, __: None)
+    address, wake = listener.peer.near, listener._wake
+    assert address is not None
+
+    class Late:
+        """Who is to wake the listener, and comes late."""
+
+        def sendall(self, data: bytes) -> None:
+            with closing(socket.create_connection((address.host, address.port))):
+                listener._thread.join(0.2)
+            wake.sendall(data)
+
+        def close(self) -> None:
+            wake.close()
+
+    listener._wake = Late()  # type: ignore[assignment]
+    listener.close()
+    assert not listener._thread.is_alive()
