@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hfdcp_core.arrangement import arranged
 from hfdcp_core.box import Box
 from hfdcp_core.catalog import TORCH_SAVE, Catalog, FileStamp, Shard, Span, TensorSpec
 from hfdcp_core.errors import PlanError
 from hfdcp_core.layout import Target, lay_out, lay_out_for_ranks
 from hfdcp_core.plan import BUFFERS, SCRATCH, Plan, Read, reshard, row_major, tile
+from hfdcp_core.rearrange import joined, sliced
 from hfdcp_core.recipe import Definition
 
 Boxes = list[Box]
@@ -401,3 +403,18 @@ def test_which_tensor_is_made_of_which_is_in_the_digest() -> None:
 @given(st.lists(st.integers(1, 9), max_size=4).map(tuple))
 def test_row_major_strides_are_numpys(shape: tuple[int, ...]) -> None:
     assert row_major(shape) == np.zeros(shape, "u1").strides
+
+
+# ---- arrangements ----
+
+
+def test_a_shard_that_two_parts_of_a_tensor_come_from_is_listed_once() -> None:
+    whole = arranged("t", spec_of(4, 2))
+    swapped = joined([sliced(whole, 0, 2, 4), sliced(whole, 0, 0, 2)], 0)
+    catalog = Catalog(
+        "dcp", {"t": spec_of(4, 2)}, tuple(shards_of(boxes("0:4,0:2"))), (FileStamp("00000.distcp", 9, ""),)
+    )
+    definition = Definition("x", swapped.spec, "t", arrangements=(swapped,))
+    [file] = reshard(catalog, lay_out([definition], max_file_size=100), window_bytes=1 << 16).files
+    assert len(file.shards) == 1
+    assert [(str(copy.box), copy.read.shard) for copy in file.copies] == [("[0:2, 0:2]", 0), ("[2:4, 0:2]", 0)]
