@@ -8,6 +8,7 @@ Ctrl-C while modules are imported ends like any other.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 ONE_BLAS_THREAD = "OPENBLAS_NUM_THREADS"
@@ -17,15 +18,26 @@ def main() -> int:
     """Import the command line, and run it on what was typed."""
     told = ONE_BLAS_THREAD not in os.environ
     os.environ.setdefault(ONE_BLAS_THREAD, "1")
+    asked: list[int] = []
+
+    def stop(number: int, _frame: object) -> None:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, stop)
     try:
         from hfdcp_flows import cli
 
         if told:
             del os.environ[ONE_BLAS_THREAD]  # processes that we start decide for themselves
+        signal.signal(signal.SIGINT, before)
         return cli.main()
-    except KeyboardInterrupt:
-        print("hfdcp: interrupted before it began", file=sys.stderr)
-        return 130
+    except (KeyboardInterrupt, ImportError, SystemError) as error:  # numpy makes an ImportError of an interruption
+        if not (asked or isinstance(error, KeyboardInterrupt)):
+            raise
+        print("hfdcp: interrupted before it began", file=sys.stderr, flush=True)
+        # Nothing is open yet. Python itself would die by the signal where it came while a string was being executed.
+        os._exit(130)
 
 
 if __name__ == "__main__":
