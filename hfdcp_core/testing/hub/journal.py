@@ -95,6 +95,11 @@ class Journal:
         with self._lock:
             self._armed.append(_Armed(fault, fault.skip, fault.times))
 
+    def disarm(self) -> None:
+        """Let no further request fail."""
+        with self._lock:
+            self._armed.clear()
+
     def take(self, method: str, path: str) -> Fault | None:
         """Return the fault that this request meets."""
         with self._lock:

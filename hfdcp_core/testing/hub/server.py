@@ -95,14 +95,33 @@ class Hub:
             )
         )
 
+    def forgive(self) -> None:
+        """Let no further request fail."""
+        self._journal.disarm()
+
     def calls(self, path: str = ".*", method: str = "*") -> tuple[Call, ...]:
         """Return the requests so far whose path matches a regular expression, oldest first."""
         return self._journal.calls(path, method)
+
+    @property
+    def repositories(self) -> tuple[str, ...]:
+        """Their names."""
+        with self._state.lock:
+            return tuple(self._state.repos)
 
     def files(self, repo: str, revision: str = "main") -> Mapping[str, HubFile]:
         """Return the files of a repository at a revision, by path."""
         with self._state.lock:
             return dict(self._state.resolve(self._state.find(repo), revision).tree)
+
+    def refs(self, repo: str) -> Mapping[str, str]:
+        """Return what each branch, tag and pull request of a repository names, by its full name."""
+        with self._state.lock:
+            return dict(self._state.find(repo).refs)
+
+    def read(self, repo: str, path: str, revision: str = "main") -> bytes:
+        """Return the content of a file that is kept as a regular one."""
+        return self._state.git_path(self.files(repo, revision)[path].oid).read_bytes()
 
     def private(self, repo: str) -> bool:
         """Return whether one needs a token to read a repository."""
