@@ -158,6 +158,8 @@ class RateLimited(HubError):
     """The Hub asks us to wait."""
 
     retryable = True
+    wait_s: float | None = None
+    """How long it asks us to wait, where it says so."""
 
 
 class HubUnavailable(HubError):

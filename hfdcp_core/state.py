@@ -8,6 +8,19 @@ from typing import Protocol
 from hfdcp_core.errors import Cancelled
 
 
+def in_bytes(number: float) -> str:
+    """Write a number of bytes as a person reads it.
+
+    >>> in_bytes(512), in_bytes(2_048_000), in_bytes(5e9)
+    ('512 B', '2.0 MB', '5.0 GB')
+    """
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if number < 999.95 or unit == "TB":
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    raise AssertionError("the loop returns")
+
+
 class Progress(Protocol):
     """Whoever wants to know how far a run is. All methods are called from many threads."""
 
@@ -58,6 +71,20 @@ class Cancellation:
     def cancel(self) -> None:
         """Ask for a stop."""
         self._wished.set()
+
+    @property
+    def wished(self) -> bool:
+        """Whether a stop was asked for."""
+        return self._wished.is_set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait, unless a stop is asked for.
+
+        Raises:
+            Cancelled: A stop was asked for.
+        """
+        self._wished.wait(seconds)
+        self.check()
 
     def check(self) -> None:
         """Go on, or stop here.
