@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 MANIFEST_PATH = "hfdcp-manifest.json"
 """Name of the manifest, in a sink and in a repository."""
@@ -86,6 +86,13 @@ class FileRecord:
     """Of tensors that were cast or scaled: how many numbers their dtype cannot hold, where there are any."""
     statistics: Statistics = field(default_factory=Statistics)
     """What the written numbers look like, of each tensor or of the part of it that lies in the file."""
+    xet: str = ""
+    """Lower-case hex: the Hub's content address of the file in its Xet storage; empty where nobody computed it."""
+
+    @property
+    def bare(self) -> FileRecord:
+        """The same file, without what differs from one place that it was written to to another."""
+        return replace(self, xet="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,3 +172,13 @@ class Manifest:
     def files(self) -> tuple[FileRecord, ...]:
         """Every file that the output consists of, but the manifest itself."""
         return (*self.records, *self.extra_files)
+
+    def says_the_same(self, other: Manifest | None) -> bool:
+        """Whether another manifest describes the same output: made by whatever version, and checked however."""
+        return other is not None and self.output == other.output
+
+    @property
+    def output(self) -> Manifest:
+        """The same, without who made and checked it, and where its files lie."""
+        records, extra = (tuple(record.bare for record in files) for files in (self.records, self.extra_files))
+        return replace(self, records=records, extra_files=extra, tools={}, checks=())
