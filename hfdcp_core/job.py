@@ -33,6 +33,19 @@ KNOWN_AT_START = 16 << 20
 AUTO, OFF, REQUIRE = "auto", "off", "require"
 LOAD_CHECKS = (AUTO, OFF, REQUIRE)
 """Ask transformers where that is possible; not at all; or refuse what it cannot judge."""
+METADATA, SAMPLE, FULL = "metadata", "sample", "full"
+VERIFY_LEVELS = (METADATA, SAMPLE, FULL)
+"""What is held against the records after a push: what the Hub says of each file; some of each file's bytes too; all."""
+FAIL, RETRY = "fail", "retry"
+ON_CONFLICT = (FAIL, RETRY)
+"""What to do where somebody else commits to the branch in the meantime."""
+STREAM_ONLY, STREAM_BOTH = "hub", "both"
+STREAMS = ("", STREAM_ONLY, STREAM_BOTH)
+"""Where files go as they are made: into the sink; to the Hub; to both at once."""
+HUB_AT_START = 160 << 20
+"""What the client of the Hub takes besides, with the Xet storage's (measured: 130 MiB)."""
+HUB_MEMORY = 208 << 20
+"""What a file takes on its way to the Hub: hf_xet has that much of it in its hands (measured: 180 MiB)."""
 USUAL_MEMORY, REMOTE_MEMORY = 256 << 20, 1 << 30
 LARGEST_WINDOW = 4 << 20
 """Larger windows only take memory: hashing and writing are as fast with 4 MiB."""
@@ -72,19 +85,35 @@ class Job:
     """Dimension along which tensors are cut for the ranks."""
     memory_bytes: int = 0
     """Bytes that the command and its threads may take in all; 0 for `USUAL_MEMORY`, or `REMOTE_MEMORY` where the source
-    or the sink is remote."""
+    or the sink is remote or files go to the Hub: more where ``workers`` asks for it."""
     workers: int = 0
     """Files that are made at once; 0 for one for each core, or as many as the memory is enough for."""
     overwrite: bool = False
-    """Whether another output in the sink, or foreign weights in the repository, may be replaced."""
+    """Whether another output in the sink may be replaced."""
     world_size: int | None = None
     """How many ranks saved the checkpoint, where it does not state whole shapes itself."""
     accept_unproved: bool = False
     """Whether to go on where nothing proves that no shard is lost."""
-    allow_public: bool = False
-    """Whether the repository may be public."""
+    public: bool = False
+    """Whether the repository may be public, and is made so where it is new."""
     message: str = ""
     """Message of the commit."""
+    replace: bool = False
+    """Whether weights of somebody else in the repository may be replaced."""
+    tag: str = ""
+    """Name of a tag for the commit."""
+    pull_request: bool = False
+    """Whether the commit opens a pull request instead of moving the branch."""
+    verify: str = METADATA
+    """How closely what arrived is looked at: `METADATA`, `SAMPLE` or `FULL`."""
+    on_conflict: str = FAIL
+    """What to do where somebody else commits in the meantime: `FAIL`, or `RETRY` upon their commit."""
+    stream: str = ""
+    """Where files go as they are made: one of `STREAMS`."""
+    spool: str = ""
+    """Folder for one file at a time on its way to a Hub that wants the digest first; empty to read the source twice."""
+    sign: str = ""
+    """Path of the private key that the output is signed with; empty for not at all."""
     also: tuple[str, ...] = ()
     """URLs of further places that hold files of the same checkpoint."""
     latest: bool = False
@@ -151,6 +180,26 @@ class Job:
             raise UsageError(f"--load-check {self.load_check!r}: it is one of {', '.join(LOAD_CHECKS)}")
         if (self.reference or self.logits_tolerance) and not self.check_logits:
             raise UsageError("--reference and --logits-tolerance say what --check-logits compares with")
+        self._refuse_odd_push()
+
+    def _refuse_odd_push(self) -> None:
+        for option, value, values in (
+            ("--verify", self.verify, VERIFY_LEVELS),
+            ("--on-conflict", self.on_conflict, ON_CONFLICT),
+            ("stream", self.stream, STREAMS),
+        ):
+            if value not in values:
+                raise UsageError(f"{option} {value!r}: it is one of {', '.join(filter(None, values))}")
+        if self.stream and not self.repo:
+            raise UsageError("what is streamed to the Hub needs a repository")
+        if self.stream and not self.hashing:
+            raise UsageError("what goes to the Hub is hashed")
+        if self.stream == STREAM_ONLY and self.check_logits:
+            raise UsageError("--check-logits needs the model on a local disk: keep it there with --sink")
+        if self.pull_request and self.revision != "main":
+            raise UsageError("--pr: a pull request is made to main; leave --revision out")
+        if self.pull_request and self.tag:
+            raise UsageError("--pr and --tag: the commit that a tag would name comes when the pull request is merged")
 
     def _refuse_unknown_statistics(self) -> None:
         if self.statistics not in LEVELS:
@@ -195,18 +244,23 @@ class Job:
     @property
     def budget_bytes(self) -> int:
         """Bytes that the command and its threads may take in all."""
-        return self.memory_bytes or (REMOTE_MEMORY if self.remote_file_bytes else USUAL_MEMORY)
+        if self.memory_bytes or not self.remote_file_bytes:
+            return self.memory_bytes or USUAL_MEMORY
+        wanted = self.workers * (self.remote_file_bytes + LARGEST_WINDOW * (BUFFERS + SCRATCH) + WORKSPACE_BYTES)
+        return max(REMOTE_MEMORY, self.start_bytes + wanted)
 
     @property
     def start_bytes(self) -> int:
         """What the command takes before a byte moves."""
-        return MEMORY_AT_START + (REMOTE_AT_START if self.remote_file_bytes else 0)
+        afar = any(map(_is_remote, (self.source, *self.also, self.sink)))
+        return MEMORY_AT_START + (REMOTE_AT_START if afar else 0) + (HUB_AT_START if self.stream else 0)
 
     @property
     def remote_file_bytes(self) -> int:
-        """What each file in flight takes beside its windows, as the source or the sink is remote."""
+        """What each file in flight takes beside its windows, as the source or the sink is remote, or the Hub one."""
         from_afar = any(map(_is_remote, (self.source, *self.also)))
-        return (AHEAD_MEMORY if from_afar else 0) + (UPLOAD_MEMORY if _is_remote(self.sink) else 0)
+        to_afar = (UPLOAD_MEMORY if _is_remote(self.sink) else 0) + (HUB_MEMORY if self.stream else 0)
+        return (AHEAD_MEMORY if from_afar else 0) + to_afar
 
     @property
     def files_at_once(self) -> int:

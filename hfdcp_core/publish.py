@@ -9,27 +9,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 from hfdcp_core import consolidate as consolidating
-from hfdcp_core import defining, extras, hub, load_check, quantization, recipe, repository, statistics, tying
+from hfdcp_core import defining, extras, hub, load_check, quantization, recipe, repository, statistics, streaming, tying
 from hfdcp_core import explain as explaining
 from hfdcp_core import validate as validating
 from hfdcp_core.crew import Crew, crew_of, usable_processors
 from hfdcp_core.errors import (
     Cancelled,
+    CorruptFile,
     NoSpace,
     PlanError,
     SinkOccupied,
     UsageError,
     ValidationError,
 )
+from hfdcp_core.hub_target import Terms
 from hfdcp_core.infer import Proposal
-from hfdcp_core.job import Gathered, Job, Planned, PlannedFile
+from hfdcp_core.job import STREAM_BOTH, STREAM_ONLY, Gathered, Job, Planned, PlannedFile
 from hfdcp_core.locate import Located, locate, relocate, reopen
 from hfdcp_core.manifest import CONFIG_PATH, EXTRA_PATH, MANIFEST_PATH, STATE_FOLDER, FileRecord, Manifest
 from hfdcp_core.name_patterns import collapsed
@@ -153,8 +155,10 @@ def reshard(job: Job, *, progress: Progress = SILENT) -> Planned:
     run.occupy(summary, overwrite=job.overwrite)
     run.sink.sweep()
     run.save_plan(summary, plan)
+    if job.stream:
+        streaming.prepare(job, run, summary, _draft_card(job, run, summary), progress)
     planned = planned_of(drawn, catalog, job, done=_done(run, summary.digest, job))
-    _refuse_full_sink(run, planned)
+    _refuse_full_sink(run, planned, streaming.written_here(job, run, [file.path for file in planned.files]))
     for name, kept in planned.tied.items():
         progress.say(f"left out {name}: tied to {kept}, and its bytes are the same")
     for line in (*(f"left out by the recipe: {line}" for line in collapsed(planned.dropped)), *planned.said):
@@ -162,17 +166,28 @@ def reshard(job: Job, *, progress: Progress = SILENT) -> Planned:
     return planned
 
 
+def _draft_card(job: Job, run: Run, summary: PlanSummary) -> bytes | None:
+    """Return a card like the one that will be written when the weights are known."""
+    return _more(run, job, summary, ()).get(hub.CARD_PATH)
+
+
 def _done(run: Run, digest: str, job: Job) -> Callable[[str], bool]:
-    """Return what says of a file of a plan whether it is whole already."""
-    return lambda path: _whole(run, digest, path, job) is not None
+    """Return what says of a file of a plan whether it is whole already, wherever the job wants it."""
+
+    def done(path: str) -> bool:
+        sent = streaming.sent_before(job, run, digest, path) if job.stream else None
+        whole = sent is not None if job.stream == STREAM_ONLY else _whole(run, digest, path, job) is not None
+        return whole and (sent is not None or job.stream != STREAM_BOTH)
+
+    return done
 
 
 def _nothing_done(_path: str) -> bool:
     return False
 
 
-def _refuse_full_sink(run: Run, planned: Planned) -> None:
-    needed = sum(file.size for file in planned.files if not file.done)
+def _refuse_full_sink(run: Run, planned: Planned, written: Collection[str]) -> None:
+    needed = sum(file.size for file in planned.files if not file.done and file.path in written)
     free = run.sink.free_bytes()
     if free is not None and free < needed:
         raise NoSpace(f"{run.sink.url}: the output takes {needed} bytes, {free} are free")
@@ -200,19 +215,25 @@ def consolidate(
         ValidationError: A tensor holds what the job refuses; the file does not appear, or the manifest goes.
     """
     run = Run(open_store(job.sink))
-    plan, digest = run.file_plan(index), run.planned().digest
-    record = _whole(run, digest, plan.path, job)
-    if record is not None:
-        with _refused_leaves_no_manifest(run):
-            statistics.refuse(plan.path, record.statistics, _refused_in_a_file(job))
-        progress.advance(plan.size - len(plan.header))
-        return record
-    terms = consolidating.Terms(
-        cancellation or Cancellation(), _crew(job), job.hashing, job.statistics, _refused_in_a_file(job)
-    )
+    plan, summary = run.file_plan(index), run.planned()
+    stop = cancellation or Cancellation()
+    whole = _whole(run, summary.digest, plan.path, job)
+
+    def make(into: consolidating.Creator, heard: Progress) -> FileRecord:
+        terms = consolidating.Terms(stop, _crew(job), job.hashing, job.statistics, _refused_in_a_file(job))
+        return consolidating.consolidate(plan, reopen(job, run.source()), into, progress=heard, terms=terms)
+
     with _refused_leaves_no_manifest(run):
-        record = consolidating.consolidate(plan, reopen(job, run.source()), run.sink, progress=progress, terms=terms)
-    run.save_record(digest, record)
+        if job.stream:
+            file = summary.files[index]
+            record = streaming.stream(job, run, file, make, whole=whole, progress=progress, cancellation=stop)
+        elif whole:
+            record = whole
+            progress.advance(plan.size - len(plan.header))
+        else:
+            record = make(run.sink, progress)
+            run.save_record(summary.digest, record)
+        statistics.refuse(plan.path, record.statistics, _refused_in_a_file(job))
     return record
 
 
@@ -238,6 +259,11 @@ def _whole(run: Run, digest: str, path: str, job: Job) -> FileRecord | None:
     return record if record is not None and whole and statistics.covers(record.statistics, job.statistics) else None
 
 
+def passes(job: Job) -> int:
+    """Return how often the bytes of every file pass while they are made."""
+    return streaming.passes(job) if job.stream else 1
+
+
 def consolidate_all(
     job: Job, *, progress: Progress = SILENT, cancellation: Cancellation | None = None
 ) -> tuple[FileRecord, ...]:
@@ -246,7 +272,7 @@ def consolidate_all(
     When one fails the others stop at their next window, and the first fault is raised.
     """
     summary = Run(open_store(job.sink)).planned()
-    progress.begin("consolidate", summary.total_size)
+    progress.begin("consolidate", summary.total_size * passes(job))
     stop = cancellation or Cancellation()
     with ThreadPoolExecutor(job.files_at_once, "hfdcp-file") as pool:
         futures = [
@@ -277,17 +303,27 @@ def _stop_at_first_fault(futures: list[Future[FileRecord]], stop: Cancellation) 
         stop.cancel()
 
 
-def validate(job: Job, *, progress: Progress = SILENT) -> Manifest:
-    """Check everything that was written, then write the index and, last of all, the manifest.
+def validate(job: Job, *, progress: Progress = SILENT, cancellation: Cancellation | None = None) -> Manifest:
+    """Check everything that was written or sent, then write the index and, last of all, the manifest.
 
     Raises:
         ValidationError: Something that was written is not what was meant, or holds what the job refuses.
         SourceError: The source is damaged, or not what was gathered.
+        HubError: What was streamed cannot be committed to the stage.
     """
     progress.begin("validate", 0)
     run = Run(open_store(job.sink))
-    more = partial(_more, run, job)
-    manifest = validating.complete(run, reopen(job, run.source()), fail_on=job.fail_on, more=more)
+    if job.stream:
+        streaming.settle(job, run, cancellation)
+    more, elsewhere = partial(_more, run, job), streaming.elsewhere(job, run)
+    try:
+        manifest = validating.complete(
+            run, reopen(job, run.source()), fail_on=job.fail_on, more=more, elsewhere=elsewhere
+        )
+    except CorruptFile:
+        if job.stream:
+            streaming.give_up(job, run)
+        raise
     for line in statistics.told(statistics.merged(manifest.records)):
         progress.say(line)
     if job.check_logits:
@@ -298,7 +334,7 @@ def validate(job: Job, *, progress: Progress = SILENT) -> Manifest:
 def _more(run: Run, job: Job, planned: PlanSummary, records: tuple[FileRecord, ...]) -> Mapping[str, bytes]:
     """Return the assets and the card; the card that the repository has already is kept."""
     asked = job.repo and (job.card or job.base)
-    there = hub.read_card(job.repo, revision=job.revision, endpoint=job.endpoint) if asked else ""
+    there = hub.read_card(job.repo, Terms.of(job)) if asked else ""
     return repository.files(run, planned, records, job, there)
 
 
@@ -312,7 +348,7 @@ def _logits(run: Run, job: Job) -> load_check.Logits:
     )
 
 
-def push(job: Job, *, progress: Progress = SILENT) -> hub.Receipt:
+def push(job: Job, *, progress: Progress = SILENT, cancellation: Cancellation | None = None) -> hub.Receipt:
     """Commit what the manifest names to the Hub.
 
     Raises:
@@ -332,12 +368,11 @@ def push(job: Job, *, progress: Progress = SILENT) -> hub.Receipt:
         manifest,
         run.sink,
         job.repo,
-        revision=job.revision,
-        endpoint=job.endpoint,
-        message=job.message,
-        allow_public=job.allow_public,
-        overwrite=job.overwrite,
+        Terms.of(job),
+        target=run.target() if job.stream else None,
+        sent=streaming.sent_files(run, manifest.plan_digest) if job.stream else {},
         progress=progress,
+        cancellation=cancellation,
     )
 
 
@@ -362,13 +397,13 @@ def make(job: Job, *, progress: Progress = SILENT, cancellation: Cancellation | 
         gather(job, progress=progress)
         reshard(job, progress=progress)
         consolidate_all(job, progress=progress, cancellation=cancellation)
-        return validate(job, progress=progress)
+        return validate(job, progress=progress, cancellation=cancellation)
 
 
 def publish(job: Job, *, progress: Progress = SILENT, cancellation: Cancellation | None = None) -> hub.Receipt:
     """Carry out all five steps, without Prefect."""
     make(job, progress=progress, cancellation=cancellation)
-    return push(job, progress=progress)
+    return push(job, progress=progress, cancellation=cancellation)
 
 
 # ---- without a run --------------------------------------------------------------------------------------------------
@@ -415,16 +450,24 @@ def infer_recipe(job: Job) -> tuple[Proposal, ...]:
     return defining.proposed(found.catalog, selection.names, found.source, job)
 
 
-def validate_again(job: Job, *, progress: Progress = SILENT) -> Manifest:
+def validate_again(job: Job, *, public_key: str = "", progress: Progress = SILENT) -> Manifest:
     """Hold a finished output against its manifest, reading and hashing everything once more.
 
     Where ``job.source`` is given, what the source holds today is compared too; where ``job.repo`` is given, what the
-    Hub has.
+    Hub has. Without ``job.sink`` the repository is held against the manifest that lies in it.
+
+    Args:
+        job: What is looked at.
+        public_key: Path of the key that the repository must be signed with; empty to look at no signature.
+        progress: Hears of every block.
 
     Raises:
         ValidationError: They differ, ``problems`` has every difference; or a tensor holds what the job refuses.
         PlanError: The sink holds no complete output, or one that was never hashed.
+        HubError: The Hub refused or failed.
     """
+    if not job.sink:
+        return _repository_again(job, public_key, progress)
     sink = open_store(job.sink)
     manifest = _manifest(Run(sink), job)
     _refuse_unhashed(job, manifest)
@@ -432,11 +475,20 @@ def validate_again(job: Job, *, progress: Progress = SILENT) -> Manifest:
     if job.source:
         problems += _source_problems(job, manifest)
     if job.repo:
-        problems += hub.compare(manifest, job.repo, revision=job.revision, endpoint=job.endpoint)
+        there = hub.look_again(job.repo, Terms.of(job), manifest=manifest, public_key=public_key, progress=progress)
+        problems += there.problems
     ValidationError.raise_for(f"{job.sink} is not what its manifest says", problems)
     statistics.refuse(job.sink, statistics.merged(manifest.records), job.fail_on)
     _load_again(sink, manifest, job, progress)
     return manifest
+
+
+def _repository_again(job: Job, public_key: str, progress: Progress) -> Manifest:
+    there = hub.look_again(job.repo, Terms.of(job), public_key=public_key, progress=progress)
+    where = f"{job.repo}@{job.revision}"
+    ValidationError.raise_for(f"{where} is not what its manifest says", there.problems)
+    statistics.refuse(where, statistics.merged(there.manifest.records), job.fail_on)
+    return there.manifest
 
 
 def _load_again(sink: Sink, manifest: Manifest, job: Job, progress: Progress) -> None:

@@ -12,6 +12,9 @@ than the sink's URL and the number of a file.
     .hfdcp/plan.json                what is planned, without the copies
     .hfdcp/plan/00001.json.gz       the copies of one file
     .hfdcp/records/NAME.json        a file that is whole, and the stamp it had then
+    .hfdcp/hashed/NAME.json         a file that was hashed, and is about to be sent
+    .hfdcp/sent/NAME.json           a file whose bytes the Hub has
+    .hfdcp/target.json              the repository that it goes to, as it was found
     .hfdcp/beside.json              files that we put beside the weights
 """
 
@@ -35,6 +38,9 @@ _CATALOG = f"{STATE_FOLDER}/catalog.json.gz"
 _PLAN = f"{STATE_FOLDER}/plan.json"
 _LOCK = f"{STATE_FOLDER}/lock"
 _RECORDS = f"{STATE_FOLDER}/records"
+_SENT = f"{STATE_FOLDER}/sent"
+_HASHED = f"{STATE_FOLDER}/hashed"
+_TARGET = f"{STATE_FOLDER}/target.json"
 _BESIDE = f"{STATE_FOLDER}/beside.json"
 _GATHERED: dict[bytes, Catalog] = {}
 """The catalog that this process wrote last, by the SHA-256 of its document: it need not be read from it, and once."""
@@ -127,6 +133,40 @@ class Saved:
     """What was written."""
     stamp: FileStamp
     """The file in the sink, when it was whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentFile:
+    """A file whose bytes the Hub has."""
+
+    plan_digest: str
+    """The plan that it belongs to."""
+    record: FileRecord
+    """What was sent."""
+    moved_bytes: int = 0
+    """Bytes of it that went over the network."""
+    deduplicated_bytes: int = 0
+    """Bytes of it that the storage had before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The repository as it was found before anything was sent."""
+
+    repo: str
+    """Its name."""
+    endpoint: str
+    """Address of the Hub; empty for the usual one."""
+    revision: str
+    """The branch."""
+    commit: str
+    """Where the branch stood, or would begin."""
+    new: bool
+    """Whether the branch is not there yet."""
+    created: bool
+    """Whether the repository had to be created."""
+    regular: tuple[str, ...] = ()
+    """Planned files that the Hub would keep as regular ones: they cannot be streamed, and travel in the commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +306,55 @@ class Run:
             return None
         return saved.record if whole else None
 
+    # ---- on the Hub ----
+
+    def save_sent(self, sent: SentFile) -> None:
+        """Keep that the Hub has the bytes of a file."""
+        self.sink.put(_sent(sent.record.path), wire.dumps("sent", sent))
+
+    def sent(self, digest: str, path: str) -> SentFile | None:
+        """Return what was sent of a file for this plan, or None."""
+        return self._sent_file(_sent(path), digest)
+
+    def _sent_file(self, document: str, digest: str) -> SentFile | None:
+        raw = self.read(document)
+        try:
+            found = None if raw is None else wire.loads("sent", SentFile, raw)
+        except ValidationError:
+            return None
+        return found if found is not None and found.plan_digest == digest else None
+
+    def forget_sent(self, path: str) -> None:
+        """Know no more that the Hub has a file."""
+        self.sink.delete(_sent(path))
+
+    def forget(self, path: str) -> None:
+        """Know nothing more of a file: neither here nor on the Hub is it what it should be."""
+        self.forget_sent(path)
+        self.sink.delete(_hashed(path))
+        self.sink.delete(path)
+
+    def save_hashed(self, digest: str, record: FileRecord) -> None:
+        """Keep what a file was found to be that nobody has yet."""
+        self.sink.put(_hashed(record.path), wire.dumps("sent", SentFile(digest, record)))
+
+    def hashed(self, digest: str, path: str) -> FileRecord | None:
+        """Return what a file of this plan was found to be, or None."""
+        found = self._sent_file(_hashed(path), digest)
+        return found.record if found else None
+
+    def save_target(self, target: Target) -> None:
+        """Keep how the repository was found."""
+        self.sink.put(_TARGET, wire.dumps("target", target))
+
+    def target(self) -> Target | None:
+        """Return how the repository was found, or None where nobody looked."""
+        raw = self.read(_TARGET)
+        try:
+            return None if raw is None else wire.loads("target", Target, raw)
+        except ValidationError:
+            return None
+
     def manifest(self) -> Manifest | None:
         """Return the manifest, or None where the output is not complete.
 
@@ -358,6 +447,14 @@ def _sha256(data: bytes) -> str:
 
 def _file_plan(number: int) -> str:
     return f"{STATE_FOLDER}/plan/{number + 1:05d}.json.gz"
+
+
+def _sent(path: str) -> str:
+    return f"{_SENT}/{path}.json"
+
+
+def _hashed(path: str) -> str:
+    return f"{_HASHED}/{path}.json"
 
 
 def _record(path: str) -> str:

@@ -42,6 +42,8 @@ CHECKS = (
     "headers, sizes, records and index agree both ways",
 )
 """What holds where a manifest lies."""
+ELSEWHERE = tuple("headers read by safetensors' own reader" if "opened again" in check else check for check in CHECKS)
+"""The same of files that lie on the Hub alone: what arrived there is looked at when they are committed."""
 FILES_AT_ONCE = 8
 """Files that are opened again at the same time: each takes a few requests, which wait for their round trips."""
 HASHED_BYTES = 4 << 20
@@ -51,6 +53,8 @@ HASHED_BYTES = 4 << 20
 # ---- in the run -----------------------------------------------------------------------------------------------------
 
 
+Elsewhere = Callable[[str], FileRecord | None]
+"""Returns the record of a file that does not lie in the sink, where it was hashed on its way to another place."""
 More = Callable[[PlanSummary, tuple[FileRecord, ...]], Mapping[str, bytes]]
 """Makes further files that lie beside the weights, when these are known."""
 
@@ -59,8 +63,26 @@ def _no_more(_planned: PlanSummary, _records: tuple[FileRecord, ...]) -> Mapping
     return {}
 
 
-def complete(run: Run, source: Source, *, fail_on: tuple[str, ...] = (), more: More = _no_more) -> Manifest:
+def _nothing_elsewhere(_path: str) -> FileRecord | None:
+    return None
+
+
+def complete(
+    run: Run,
+    source: Source,
+    *,
+    fail_on: tuple[str, ...] = (),
+    more: More = _no_more,
+    elsewhere: Elsewhere = _nothing_elsewhere,
+) -> Manifest:
     """Check everything that was written, then write the index and, last of all, the manifest.
+
+    Args:
+        run: The run.
+        source: What it was made from.
+        fail_on: What no tensor may hold.
+        more: Makes further files.
+        elsewhere: Knows the files that do not lie in the sink.
 
     Raises:
         ValidationError: Something that was written is not what was meant, or a tensor holds what is refused. No index
@@ -71,7 +93,7 @@ def complete(run: Run, source: Source, *, fail_on: tuple[str, ...] = (), more: M
     planned = run.planned()
     run.sink.delete(MANIFEST_PATH)
     try:
-        records, headers = _whole_records(run, planned)
+        records, headers = _whole_records(run, planned, elsewhere)
         _combine_shared_items(run, records)
         refuse(run.sink.url, merged(records), fail_on)
         beside = {**more(planned, records), **_beside(run, planned, source)}
@@ -81,28 +103,32 @@ def complete(run: Run, source: Source, *, fail_on: tuple[str, ...] = (), more: M
     except HfdcpError:
         run.sink.delete(INDEX_PATH)
         raise
-    manifest = _manifest(planned, records, (*index, *run.put_beside(beside)))
+    checks = ELSEWHERE if any(elsewhere(record.path) for record in records) else CHECKS
+    manifest = _manifest(planned, records, (*index, *run.put_beside(beside)), checks)
     run.sink.sweep()
     run.sink.put(MANIFEST_PATH, wire.dump_manifest(manifest))
     return manifest
 
 
-def _whole_records(run: Run, planned: PlanSummary) -> tuple[tuple[FileRecord, ...], dict[str, Header]]:
+def _whole_records(
+    run: Run, planned: PlanSummary, elsewhere: Elsewhere
+) -> tuple[tuple[FileRecord, ...], Mapping[str, Header]]:
     """Open every file again, and return the records and headers."""
     records: list[FileRecord] = []
     headers: dict[str, Header] = {}
 
     def look(number: int) -> list[str]:
         file = planned.files[number]
-        record = run.record(planned.digest, file.path)
+        away = elsewhere(file.path)
+        record = away or run.record(planned.digest, file.path)
         if record is None:
             return [f"{file.path}: not whole (never finished, or changed since)"]
         records.append(record)
         raw = run.header(number)
-        if problems := _differences(run.sink, file.path, raw, file.size):
+        if not away and (problems := _differences(run.sink, file.path, raw, file.size)):
             return problems
         headers[file.path] = header = parse_header(raw, path=file.path, file_size=file.size)
-        return open_as_loaders_do(run.sink, file.path, raw, header)
+        return open_as_loaders_do(None if away else run.sink, file.path, raw, header)
 
     with ThreadPoolExecutor(FILES_AT_ONCE, "hfdcp-validate") as pool:
         problems = [problem for own in pool.map(look, range(len(planned.files))) for problem in own]
@@ -120,10 +146,11 @@ def _differences(sink: Source, path: str, header: bytes, size: int) -> list[str]
     return []
 
 
-def open_as_loaders_do(source: Source, path: str, raw: bytes, header: Header) -> list[str]:
+def open_as_loaders_do(source: Source | None, path: str, raw: bytes, header: Header) -> list[str]:
     """Let safetensors' own reader open a file, and hold the names it sees against the header's.
 
-    It reads local files only; for a file elsewhere it is given one of the same header and size, without the data.
+    It reads local files only; for a file elsewhere, or in no store at all, it is given one of the same header and size,
+    without the data.
     """
     names = {entry.fqn for entry in header.entries}
     with _on_disk(source, path, raw, header.file_size) as local:
@@ -136,7 +163,7 @@ def open_as_loaders_do(source: Source, path: str, raw: bytes, header: Header) ->
 
 
 @contextlib.contextmanager
-def _on_disk(source: Source, path: str, header: bytes, size: int) -> Iterator[Path]:
+def _on_disk(source: Source | None, path: str, header: bytes, size: int) -> Iterator[Path]:
     local = getattr(source, "local_path", lambda _path: None)(path)
     if local is not None:
         yield local
@@ -152,7 +179,7 @@ def _combine_shared_items(run: Run, records: Iterable[FileRecord]) -> None:
     """Put together the checksums of items that several files read parts of, and remove what a damaged one went into."""
     spoilt = shared_item_problems(records)
     for path in {path for _, paths in spoilt for path in paths}:
-        run.sink.delete(path)
+        run.forget(path)
     refuse_damaged_items(problem for problem, _ in spoilt)
 
 
@@ -245,7 +272,12 @@ def read_raw_header(source: Source, path: str) -> bytes:
     return source.read(path, 0, 8 + length)
 
 
-def _manifest(planned: PlanSummary, records: tuple[FileRecord, ...], extra_files: tuple[FileRecord, ...]) -> Manifest:
+def _manifest(
+    planned: PlanSummary,
+    records: tuple[FileRecord, ...],
+    extra_files: tuple[FileRecord, ...],
+    checks: tuple[str, ...],
+) -> Manifest:
     return Manifest(
         plan_digest=planned.digest,
         source_digest=stamps_digest(FileStamp(s.path, s.size, "") for s in planned.stamps),
@@ -263,13 +295,47 @@ def _manifest(planned: PlanSummary, records: tuple[FileRecord, ...], extra_files
         shard_dim=planned.shard_dim,
         skipped=planned.skipped,
         tools={name: importlib.metadata.version(name) for name in ("hfdcp", "safetensors")},
-        checks=(*CHECKS, *([planned.loads] if planned.loads else [])),
+        checks=(*checks, *([planned.loads] if planned.loads else [])),
         numerics=planned.numerics,
         tied=planned.tied,
     )
 
 
 # ---- at any later day -----------------------------------------------------------------------------------------------
+
+
+class Hasher:
+    """Hashes a file that passes from its first byte to its last: the whole, and each tensor that its header names."""
+
+    def __init__(self, header: Header | None) -> None:
+        self._sha256 = hashlib.sha256()
+        self._entries = list(reversed(header.entries)) if header else []
+        self._start = header.data_start if header else 0
+        self._position = 0
+        self._digest = EMPTY_DIGEST
+        self.tensors: dict[str, str] = {}
+        """Digests of the tensors that have passed."""
+
+    @property
+    def sha256(self) -> str:
+        """Digest of everything that has passed."""
+        return self._sha256.hexdigest()
+
+    def update(self, block: memoryview) -> None:
+        """Take the next bytes."""
+        self._sha256.update(block)
+        place, end = self._position - self._start, self._position + len(block) - self._start
+        self._position += len(block)
+        while self._entries and self._entries[-1].start <= end:
+            entry = self._entries[-1]
+            begun, stop = max(place, entry.start), min(end, entry.stop)
+            if begun < stop:
+                self._digest = extend_digest(self._digest, block[begun - place : stop - place])
+            if entry.stop > end:
+                return
+            self.tensors[entry.fqn] = digest_text(self._digest)
+            self._digest = EMPTY_DIGEST
+            self._entries.pop()
 
 
 def hash_again(source: Source, record: FileRecord, *, progress: Progress = SILENT) -> list[str]:
@@ -282,37 +348,30 @@ def hash_again(source: Source, record: FileRecord, *, progress: Progress = SILEN
         size = source.stat(record.path).size
         if size != record.size:
             return [f"{record.path}: {size} bytes, expected {record.size}"]
-        if not record.path.endswith(".safetensors"):
-            found = hashlib.sha256(source.read(record.path, 0, size)).hexdigest()
-            return _compare(record, "SHA-256", found, record.sha256)
-        header = read_header(source, record.path)
+        hasher = Hasher(read_header(source, record.path) if record.path.endswith(".safetensors") else None)
     except (StorageNotFound, SourceError) as error:
         return [str(error)]
-    sha256, digests = _hash_file(source, record.path, header, progress)
-    problems = _compare(record, "SHA-256", sha256, record.sha256)
-    for fqn in sorted(digests.keys() | record.tensors.keys()):
-        problems += _compare(record, f"digest of {fqn}", digests.get(fqn), record.tensors.get(fqn))
+    buffer = page_aligned(min(HASHED_BYTES, size))
+    for start in range(0, size, HASHED_BYTES):
+        part = buffer[: min(HASHED_BYTES, size - start)]
+        source.read_into(record.path, start, part)
+        hasher.update(part)
+        progress.advance(len(part))
+    return digest_problems(record, size, hasher)
+
+
+def digest_problems(record: FileRecord, size: int, hasher: Hasher) -> list[str]:
+    """Hold what was hashed of a file against its record."""
+    if size != record.size:
+        return [f"{record.path}: {size} bytes, expected {record.size}"]
+    problems = _compare(record, "SHA-256", hasher.sha256, record.sha256)
+    for fqn in sorted(hasher.tensors.keys() | record.tensors.keys()):
+        problems += _compare(record, f"digest of {fqn}", hasher.tensors.get(fqn), record.tensors.get(fqn))
     return problems
 
 
 def _compare(record: FileRecord, what: str, found: str | None, expected: str | None) -> list[str]:
     return [] if found == expected else [f"{record.path}: {what} is {found}, expected {expected}"]
-
-
-def _hash_file(source: Source, path: str, header: Header, progress: Progress) -> tuple[str, dict[str, str]]:
-    sha256 = hashlib.sha256(source.read(path, 0, header.data_start))
-    buffer = page_aligned(HASHED_BYTES)
-    digests: dict[str, str] = {}
-    for entry in header.entries:
-        digest = EMPTY_DIGEST
-        for start in range(entry.start, entry.stop, HASHED_BYTES):
-            part = buffer[: min(HASHED_BYTES, entry.stop - start)]
-            source.read_into(path, header.data_start + start, part)
-            sha256.update(part)
-            digest = extend_digest(digest, part)
-            progress.advance(len(part))
-        digests[entry.fqn] = digest_text(digest)
-    return sha256.hexdigest(), digests
 
 
 def validate(source: Source, manifest: Manifest, *, progress: Progress = SILENT) -> tuple[str, ...]:
