@@ -162,6 +162,7 @@ COMMANDS = (
         (
             "validate out/7b",
             "validate out/7b --source runs/7b/step-1000 --repo me/7b",
+            "validate --repo me/7b@step-1000 --verify full --public-key signer.pub",
             "validate out/7b --load-check require --check-logits '1, 2, 3' --reference base/7b",
         ),
         (
@@ -176,19 +177,26 @@ COMMANDS = (
     Command(
         "push",
         "commit a consolidated checkpoint to the Hub, in one commit",
-        "The token is huggingface_hub's own: HF_TOKEN or `hf auth login`. A new repository is private.",
-        ("push out/7b me/7b --message 'Step 1000'",),
-        (options.consolidated, options.repo, options.committed, options.refused, options.replacing, options.stored),
+        "Files gather on a branch of their own, are found right there, and become visible by one commit. The token is\n"
+        "huggingface_hub's own: HF_TOKEN or `hf auth login`. A new repository is private.",
+        (
+            "push out/7b me/7b --message 'Step 1000'",
+            "push out/7b me/7b --revision step-1000 --tag v1 --verify sample --sign signer.pem",
+        ),
+        (options.consolidated, options.repo, options.committed, options.refused, options.stored),
     ),
     Command(
         "publish",
         "run the whole chain: checkpoint in, verified repository out",
-        "Runs as a Prefect flow, on the API that is configured or else on an embedded server; --direct does without.",
+        "Files are streamed to the Hub as they are made, and none waits on the disk. A run that was stopped goes on\n"
+        "where it was: give the same command again. Runs as a Prefect flow, on the API that is configured or else on\n"
+        "an embedded server; --direct does without.",
         (
             "publish runs/7b/step-1000 me/7b",
             "publish gs://bucket/step-1000 me/7b --sink out/7b --direct",
             "publish runs/7b/step-1000 me/7b --fail-on nan,inf,zero",
             "publish runs/7b me/7b --latest",
+            "publish runs/7b/step-1000 me/7b --revision step-1000 --tag step-1000 --verify sample",
         ),
         (
             options.source,

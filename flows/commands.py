@@ -12,7 +12,7 @@ from hfdcp_core import inspection
 from hfdcp_core import publish as core
 from hfdcp_core.errors import UsageError
 from hfdcp_core.hub import Receipt
-from hfdcp_core.job import OFF, Gathered, Job
+from hfdcp_core.job import OFF, STREAM_BOTH, STREAM_ONLY, Gathered, Job
 from hfdcp_core.state import Cancellation, Progress
 from hfdcp_core.store import configure
 from hfdcp_flows import report
@@ -70,20 +70,32 @@ def diff(args: Namespace, control: Control) -> Answer:
 
 def validate(args: Namespace, control: Control) -> Answer:
     """Read and hash an output again."""
+    if not (args.sink or args.repo):
+        raise UsageError("nothing is named: an output (SINK), or a repository (--repo)")
+    if args.public_key and not args.repo:
+        raise UsageError("--public-key says who signed the repository: say which (--repo)")
+    if not args.sink and (args.source or args.check_logits):
+        raise UsageError("--source and --check-logits need the output at hand: name it (SINK)")
+    if args.repo:
+        args.repo, _, revision = args.repo.partition("@")
+        args.revision = revision or "main"
     job = job_of(args)
-    manifest = core.validate_again(job, progress=control.progress)
+    manifest = core.validate_again(job, public_key=args.public_key or "", progress=control.progress)
     return report.of_manifest("validate", manifest, job)
 
 
 def push(args: Namespace, control: Control) -> Answer:
     """Commit a consolidated checkpoint to the Hub."""
     job = job_of(args)
-    return report.of_receipt("push", core.push(job, progress=control.progress), job)
+    receipt = core.push(job, progress=control.progress, cancellation=control.cancellation)
+    return report.of_receipt("push", receipt, job)
 
 
 def publish(args: Namespace, control: Control) -> Answer:
-    """Run the whole chain, in a work folder where no sink is named."""
+    """Run the whole chain; where no sink is named, a work folder keeps the state."""
     job = job_of(args)
+    job = replace(job, stream=STREAM_BOTH if job.sink else STREAM_ONLY)
+    assert job.window_bytes  # refuses too little memory for what is streamed
     # Looking first costs a read of the metadata, and saves starting a server for what cannot be done.
     gathered, planned = core.plan_only(replace(job, load_check=OFF))  # the chain itself asks transformers
     say_what_is_left_out(gathered, control)
@@ -128,7 +140,7 @@ ANSWERS: Mapping[str, Callable[[Namespace, Control], Answer]] = {
 
 def heeds_a_wish(args: Namespace) -> bool:
     """Whether the command stops by itself soon after it was asked to, leaving everything tidy."""
-    return args.command == "consolidate" or (args.command == "publish" and bool(args.direct))
+    return args.command in {"consolidate", "push"} or (args.command == "publish" and bool(args.direct))
 
 
 JOB_OPTIONS = frozenset(field.name for field in fields(Job))

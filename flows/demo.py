@@ -17,11 +17,10 @@ from pathlib import Path
 
 from hfdcp_core.errors import PlanError, ValidationError
 from hfdcp_core.hub import Receipt
-from hfdcp_core.job import Job
+from hfdcp_core.job import STREAM_BOTH, Job
 from hfdcp_core.manifest import MANIFEST_PATH
-from hfdcp_core.state import Progress
+from hfdcp_core.state import Progress, in_bytes
 from hfdcp_flows.report import Answer, counted, nothing
-from hfdcp_flows.screen import in_bytes
 
 REPO = "acme/sharded-llama"
 """What the repository is called."""
@@ -124,7 +123,14 @@ def hub_on_loopback(folders: Folders, source: str) -> Iterator[Job]:
     try:
         with Hub(folders.hub) as hub:
             os.environ.update(hub.environment)
-            yield Job(source, str(folders.output), REPO, endpoint=hub.url, max_file_size=MAX_FILE_SIZE)
+            yield Job(
+                source,
+                str(folders.output),
+                REPO,
+                endpoint=hub.url,
+                max_file_size=MAX_FILE_SIZE,
+                stream=STREAM_BOTH,
+            )
     finally:
         os.environ.clear()
         os.environ.update(before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hfdcp_core.job import AUTO, LOAD_CHECKS
+from hfdcp_core.job import AUTO, FAIL, LOAD_CHECKS, METADATA, ON_CONFLICT, VERIFY_LEVELS
 from hfdcp_core.recipe_sources import shipped
 from hfdcp_core.statistics import BASIC, LEVELS
 from hfdcp_flows.typed import block, count, file_index, filled, json_object, named_size, refusable, size, tolerance
@@ -47,7 +47,13 @@ def sink(parser: argparse.ArgumentParser) -> None:
 
 def sink_to_validate(parser: argparse.ArgumentParser) -> None:
     """The output that is looked at again."""
-    parser.add_argument("sink", metavar="SINK", type=filled, help="a consolidated checkpoint: folder or URL")
+    parser.add_argument(
+        "sink",
+        metavar="SINK",
+        nargs="?",
+        type=filled,
+        help="a consolidated checkpoint: folder or URL; without one, --repo is held against its own manifest",
+    )
 
 
 def planned_sink(parser: argparse.ArgumentParser) -> None:
@@ -171,9 +177,25 @@ def compared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source", metavar="URL", type=filled, help="read this checkpoint too, and compare every tensor"
     )
-    parser.add_argument("--repo", metavar="REPO", type=filled, help="compare with what the Hub has, as owner/name")
     parser.add_argument(
-        "--revision", metavar="REV", type=filled, default="main", help="which revision of REPO (default: main)"
+        "--repo", metavar="REPO[@REV]", type=filled, help="hold what the Hub has against the manifest, as owner/name"
+    )
+    _verified(parser)
+    parser.add_argument(
+        "--public-key",
+        metavar="FILE.pem",
+        type=filled,
+        help="the repository must be signed with the key that belongs to this one",
+    )
+
+
+def _verified(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument(
+        "--verify",
+        choices=VERIFY_LEVELS,
+        default=METADATA,
+        help="what is looked at on the Hub: sizes and hashes as it states them (metadata, default); headers and some "
+        "tensors read back too (sample); every byte read back and hashed (full)",
     )
 
 
@@ -384,28 +406,54 @@ def kept(parser: argparse.ArgumentParser) -> None:
         "--sink",
         metavar="URL",
         type=filled,
-        help="keep the output here (default: a work folder, removed after success)",
+        help="keep the output here too, in the same pass (default: on the Hub only)",
+    )
+    parser.add_argument(
+        "--spool",
+        metavar="DIR",
+        type=filled,
+        help="by LFS, which wants the digest first: room for the files in flight, so that the source is read once "
+        "(default: it is read twice)",
     )
     parser.add_argument("--direct", action="store_true", help="run the same five steps without Prefect")
 
 
 def committed(parser: argparse.ArgumentParser) -> None:
-    """What the commit is."""
+    """What the commit is, and what is looked at before and after it."""
     group = parser.add_argument_group("commit")
     group.add_argument(
-        "--revision", metavar="BRANCH", type=filled, default="main", help="branch to commit to (default: main)"
+        "--revision",
+        metavar="BRANCH",
+        type=filled,
+        default="main",
+        help="branch to commit to (default: main); a new one begins where main stands",
     )
     group.add_argument("--message", metavar="TEXT", type=filled, help="commit message")
+    group.add_argument("--tag", metavar="NAME", type=filled, help="tag the commit")
     group.add_argument(
-        "--allow-public",
-        action="store_true",
-        help="push to a repository that is public already; new ones are always private",
+        "--pr", dest="pull_request", action="store_true", help="open a pull request instead of moving the branch"
     )
-
-
-def replacing(parser: argparse.ArgumentParser) -> None:
-    """What a push may replace."""
-    parser.add_argument("--overwrite", action="store_true", help="replace another model that the repository holds")
+    group.add_argument(
+        "--public",
+        action="store_true",
+        help="accept a repository that everybody can read, and make a new one so (default: private)",
+    )
+    group.add_argument(
+        "--replace", action="store_true", help="put the output in the place of weights that hfdcp did not write"
+    )
+    group.add_argument(
+        "--on-conflict",
+        choices=ON_CONFLICT,
+        default=FAIL,
+        help="where somebody else commits meanwhile: fail (default), or retry upon their commit",
+    )
+    _verified(group)
+    group.add_argument(
+        "--sign",
+        metavar="KEY.pem",
+        type=filled,
+        help="sign the output with this private key (P-256, P-384 or P-521), as model_signing does",
+    )
 
 
 def stored(parser: argparse.ArgumentParser) -> None:

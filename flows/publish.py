@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field
 
 from hfdcp_core.errors import Cancelled, HfdcpError
 from hfdcp_core.hub import Receipt
-from hfdcp_core.publish import Job, Planned, hold
+from hfdcp_core.publish import Job, Planned, hold, passes
 from hfdcp_core.state import SILENT, Cancellation, Progress
 from hfdcp_flows import embedded
 from hfdcp_tasks.consolidate import consolidate
@@ -115,16 +115,44 @@ class Numbers(BaseModel):
 class Repository(BaseModel):
     """Where on the Hub the output goes. The token is found as huggingface_hub finds it where the flow runs."""
 
-    revision: str = Field(
-        default="main", title="Branch", description="It must exist, but for main in a new repository."
-    )
+    revision: str = Field(default="main", title="Branch", description="A new one begins where main stands.")
     endpoint: str = Field(
         default="", title="Endpoint", description="Address of the Hub; none: huggingface_hub's own default."
     )
     message: str = Field(default="", title="Commit message", description="None: one that counts tensors and files.")
-    allow_public: bool = Field(
-        default=False, title="Allow public", description="Push to a repository that everyone can read."
+    tag: str = Field(default="", title="Tag", description="Name of a tag for the commit; none: no tag.")
+    pull_request: bool = Field(
+        default=False, title="Pull request", description="Open a pull request instead of moving the branch."
     )
+    public: bool = Field(
+        default=False,
+        title="Public",
+        description="Accept a repository that everybody can read, and make a new one so; otherwise it is private.",
+    )
+    replace: bool = Field(
+        default=False, title="Replace", description="Put the output in the place of weights that hfdcp did not write."
+    )
+    on_conflict: Literal["fail", "retry"] = Field(
+        default="fail",
+        title="On conflict",
+        description="Where somebody else commits meanwhile: fail, or retry upon their commit.",
+    )
+    verify: Literal["metadata", "sample", "full"] = Field(
+        default="metadata",
+        title="Verify",
+        description="metadata: hashes as the Hub states them; sample: some tensors read back; full: every byte.",
+    )
+    stream: Literal["hub", "both"] = Field(
+        default="hub",
+        title="Where files go",
+        description="hub: to the Hub alone, the sink keeps the state; both: the sink keeps the files too.",
+    )
+    spool: str = Field(
+        default="",
+        title="Spool",
+        description="By LFS: folder for the files in flight, so that the source is read once; none: it is read twice.",
+    )
+    sign: str = Field(default="", title="Sign", description="Path of the private key to sign with; none: unsigned.")
 
 
 class Completion(BaseModel):
@@ -182,7 +210,7 @@ def publish(
     Args:
         source: URL or path of the checkpoint.
         repo: Repository on the Hub, as owner/name; it is created private where there is none.
-        sink: URL or path that the output is written to before it is pushed.
+        sink: URL or path of the folder that keeps the state of the run, and the output too where it is asked to.
         selection: Which tensors are taken, and under which names.
         numbers: In which dtype they are written, and whether with scales.
         layout: How the tensors are packed into files.
@@ -255,7 +283,7 @@ def consolidate_each(job: Job, planned: Planned) -> None:
     """
     paths = [file.path for file in planned.files]
     with session() as shared, _task_runner(job) as runner, _stopping_threads(shared):
-        shared.progress.begin("consolidate", planned.nbytes)
+        shared.progress.begin("consolidate", planned.nbytes * passes(job))
         # quote: Prefect would look for futures in every entry of the job, once for each file
         each: Task[..., Any] = consolidate
         mapped = {"job": quote(unmapped(job)), "index": range(len(paths)), "path": paths}

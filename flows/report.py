@@ -15,13 +15,13 @@ from hfdcp_core.homes import of_rank
 from hfdcp_core.hub import Receipt
 from hfdcp_core.infer import Proposal, as_yaml
 from hfdcp_core.inspection import Inspection, Tensor, Wanted
-from hfdcp_core.job import Gathered, Job, Planned
+from hfdcp_core.job import FULL, METADATA, SAMPLE, Gathered, Job, Planned
 from hfdcp_core.manifest import MANIFEST_PATH, Manifest
 from hfdcp_core.name_patterns import collapsed
 from hfdcp_core.picture import HOLE, OVERLAP, draw
 from hfdcp_core.quantization import Change
+from hfdcp_core.state import in_bytes
 from hfdcp_core.statistics import merged, told
-from hfdcp_flows.screen import in_bytes
 
 WIDEST_NAME = 60
 """Longer names push their row to the right, not all rows."""
@@ -344,17 +344,19 @@ def of_manifest(command: str, manifest: Manifest, job: Job, *, before: bool = Fa
         "repo": job.repo,
         "manifest": _encoded(manifest),
     }
+    where = job.sink or f"{job.repo}@{job.revision}"
+    verdict = _VERDICT["before" if before else command if job.sink else job.verify]
     size = in_bytes(sum(record.size for record in manifest.files))
     tensors = counted(len({name for record in manifest.records for name in record.tensors}), "tensor")
     files = _files(len(manifest.records), manifest.ranks, manifest.shard_dim)
     lines = [
-        f"{job.sink}: {_VERDICT['before' if before else command]}: {tensors} in {files}, {size}",
+        f"{where}: {verdict}: {tensors} in {files}, {size}",
         *(f"  {record.path}  {in_bytes(record.size)}  sha256 {record.sha256[:16]}…" for record in manifest.files),
         f"manifest: {MANIFEST_PATH} (plan {manifest.plan_digest[:16]})",
     ]
     if command == "validate" and job.source:
         lines.append(f"{job.source} gives the same today")
-    if command == "validate" and job.repo:
+    if command == "validate" and job.repo and job.sink:
         lines.append(f"{job.repo} on the Hub holds the same")
     lines += [*_tied(manifest.tied), *_overflowed(manifest), *told(merged(manifest.records))]
     if manifest.unproved:
@@ -366,6 +368,9 @@ _VERDICT = {
     "consolidate": "complete and checked",
     "before": "was complete before (hfdcp validate reads every byte again)",
     "validate": "every byte is what was written",
+    METADATA: "as its manifest says, by the hashes that the Hub states",
+    SAMPLE: "as its manifest says, by the hashes that the Hub states and a sample that was read back",
+    FULL: "every byte was read back, and is what was written",
 }
 
 
@@ -373,14 +378,17 @@ def of_receipt(command: str, receipt: Receipt, job: Job) -> Answer:
     """Tell what is on the Hub now."""
     document = {"command": command, "source": job.source, "sink": job.sink, "receipt": _encoded(receipt)}
     if receipt.unchanged:
-        text = f"{receipt.repo} already holds exactly this: {receipt.url}"
+        lines = [f"{receipt.repo} already holds exactly this: {receipt.url}"]
     else:
-        created = " (created private)" if receipt.created else ""
-        text = (
-            f"{receipt.repo}{created}: {counted(len(receipt.files), 'file')} in one commit, "
-            f"{in_bytes(receipt.uploaded_bytes)} uploaded, and the Hub's hashes are ours\n{receipt.url}"
-        )
-    return Answer(document, f"{text}\ncommit {receipt.commit} on {receipt.revision}")
+        made = f" (created {'public' if job.public else 'private'})" if receipt.created else ""
+        there = f", {in_bytes(receipt.deduplicated_bytes)} there already" if receipt.deduplicated_bytes else ""
+        new, sent = in_bytes(receipt.uploaded_bytes), in_bytes(receipt.moved_bytes)
+        files = f"{counted(len(receipt.files), 'file')} in one commit"
+        found = "the Hub's hashes are ours"
+        lines = [f"{receipt.repo}{made}: {files}; {new} new, {sent} sent{there}; {found}", receipt.url]
+    tagged = f", tagged {receipt.tag}" if receipt.tag else ""
+    lines.append(f"commit {receipt.commit} on {receipt.revision}{tagged}")
+    return Answer(document, "\n".join([*lines, *(f"checked {check}" for check in receipt.checks)]))
 
 
 def _encoded(value: object) -> dict[str, object]:

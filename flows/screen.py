@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from hfdcp_core.state import SILENT, Progress
+from hfdcp_core.state import SILENT, Progress, in_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,19 +20,6 @@ PLAIN_EVERY_S = 5.0
 """Seconds between two plain lines about the same step."""
 WORTH_A_LINE_S = 0.5
 """A step that moves no bytes gets a line if it takes as long."""
-
-
-def in_bytes(number: float) -> str:
-    """Write a number of bytes as a person reads it.
-
-    >>> in_bytes(512), in_bytes(2_048_000), in_bytes(5e9)
-    ('512 B', '2.0 MB', '5.0 GB')
-    """
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if number < 999.95 or unit == "TB":
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    raise AssertionError("the loop returns")
 
 
 class Screen(Progress, Protocol):

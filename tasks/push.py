@@ -11,6 +11,7 @@ from hfdcp_tasks.options import begin, log, step
 @step("push")
 def push(job: Job) -> Receipt:
     """Commit the output, and compare what the Hub has then with what was written."""
-    receipt = publish.push(job, progress=begin().progress)
+    session = begin()
+    receipt = publish.push(job, progress=session.progress, cancellation=session.cancellation)
     log().info("pushed %d files as %s", len(receipt.files), receipt.url)
     return receipt

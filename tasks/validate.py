@@ -11,7 +11,8 @@ from hfdcp_tasks.options import begin, log, step
 @step("validate")
 def validate(job: Job) -> str:
     """Hold what was written against the plan, write the manifest, and return the plan's digest, which it bears."""
-    manifest = publish.validate(job, progress=begin().progress)
+    session = begin()
+    manifest = publish.validate(job, progress=session.progress, cancellation=session.cancellation)
     for line in told(merged(manifest.records)):
         log().warning("%s", line)
     log().info("validated %d files of %d bytes", len(manifest.files), manifest.total_size)

@@ -17,6 +17,7 @@ from prefect.settings import (
 from prefect.testing.utilities import prefect_test_harness
 
 from hfdcp_core.errors import HfdcpError
+from hfdcp_core.job import STREAM_BOTH
 from hfdcp_core.publish import Job
 from hfdcp_core.testing.checkpoints import Truth, write_model
 from hfdcp_core.testing.faulty import Faults, faulty_store
@@ -84,6 +85,7 @@ def job(model: Truth, hub: Hub, tmp_path: Path) -> MakeJob:
             "repo": REPO,
             "endpoint": hub.url,
             "file_index": spread(model, files),
+            "stream": STREAM_BOTH,
             "workers": 2,
         }
         return Job(**{**usual, **options})

@@ -86,7 +86,6 @@ WRONG = {
     "unknown-option": (["inspect", "a", "--fast"], "unrecognized arguments: --fast"),
     "abbreviated-option": (["inspect", "a", "--incl", "b"], "unrecognized arguments"),
     "size": (["plan", "a", "--max-file-size", "huge"], "argument --max-file-size: 'huge' is not a size"),
-    "validate-nothing": (["validate"], "required: SINK"),
     "publish-for-ranks": (["publish", "a", "me/b", "--ranks", "4"], "unrecognized arguments: --ranks 4"),
     "no-ranks": (["plan", "a", "--ranks", "0"], "argument --ranks: '0' is not a whole number of 1 or more"),
     "ranks-of-a-size": (["plan", "a", "--ranks", "4", "--max-file-size", "5GB"], "argument --max-file-size"),

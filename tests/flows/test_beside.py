@@ -56,5 +56,5 @@ def test_values_reach_the_hub_only_if_that_was_asked_for(
     tmp_path: Path,
     hub: Hub,
 ) -> None:
-    publish(Job(str(checkpoint), str(tmp_path / "out"), REPO, endpoint=hub.url, keep_extra=keep_extra))
+    publish(Job(str(checkpoint), str(tmp_path / "out"), REPO, endpoint=hub.url, keep_extra=keep_extra, stream="hub"))
     assert (EXTRA_PATH in hub.files(REPO)) is keep_extra

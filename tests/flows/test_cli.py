@@ -222,13 +222,17 @@ def test_publish_without_a_sink_cleans_up_its_work_folder(truth: Truth, hub: Hub
 def test_a_publish_that_fails_keeps_its_work_and_goes_on_from_there(truth: Truth, hub: Hub, tmp_path: Path) -> None:
     environment = {**hub.environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     command = ["publish", truth.folder, "acme/model", "--direct"]
-    done = hfdcp(*command, environment={**environment, "HF_TOKEN": "hf_wrong"})
+    hub.fault("/commit/main", status=401)
+    done = hfdcp(*command, environment=environment)
     assert done.status == 6
     assert "the same command goes on from there" in done.err
-    (kept,) = (tmp_path / "cache" / "hfdcp").rglob("*.safetensors")
+    (kept,) = (tmp_path / "cache" / "hfdcp").rglob("hfdcp-manifest.json")
     assert str(kept.parent) in done.err
-    assert hfdcp(*command, environment=environment).status == 0
-    assert not kept.exists()
+    sent = len(hub.calls("/v1/xorbs/", "POST"))
+    again = hfdcp(*command, environment=environment)
+    assert again.status == 0
+    assert "acme/model has 1 of 1 files already" in again.err
+    assert (len(hub.calls("/v1/xorbs/", "POST")), kept.exists()) == (sent, False)
 
 
 # ---- damage ---------------------------------------------------------------------------------------------------------
@@ -492,6 +496,21 @@ def test_wrong_usage_is_status_2_with_the_right_usage_beside_it() -> None:
     assert done.status == 2
     assert "usage: hfdcp consolidate" in done.err
     assert "required: SINK" in done.err
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ((), "an output (SINK), or a repository (--repo)"),
+        (("out", "--public-key", "k.pub"), "say which (--repo)"),
+        (("--repo", "me/7b", "--source", "ckpt"), "name it (SINK)"),
+        (("--repo", "me/7b", "--check-logits", "1,2"), "name it (SINK)"),
+    ],
+    ids=["nothing", "a key for nothing", "a source for nothing", "nothing to run"],
+)
+def test_a_validation_of_nothing_is_wrong_usage(given: tuple[str, ...], says: str) -> None:
+    done = hfdcp("validate", *given)
+    assert (done.status, says in done.err) == (2, True), done.err
 
 
 def test_wrong_usage_is_a_document_too() -> None:

@@ -16,7 +16,8 @@ def options_of(*argv: str) -> dict[str, object]:
 def test_every_option_of_a_job_reaches_it() -> None:
     given = "publish a me/b --sink c --include x --exclude y --recipe none --world-size 4 --accept-unproved"
     given += " --also d --also e --latest"
-    given += " --max-file-size 1GB --memory 1GiB --workers 3 --overwrite --revision dev --message hello --allow-public"
+    given += " --max-file-size 1GB --memory 1GiB --workers 3 --overwrite --revision dev --message hello"
+    given += " --public --replace --tag v1 --verify sample --on-conflict retry --spool f --sign k.pem"
     given += " --config m/config.json --untie --keep-extra --stats full --fail-on nan,zero"
     given += " --size heads=4 --size layers=2 --base org/m --card --load-check require"
     given += " --check-logits 1,2 --reference r --logits-tolerance 1e-5"
@@ -36,7 +37,13 @@ def test_every_option_of_a_job_reaches_it() -> None:
         overwrite=True,
         world_size=4,
         accept_unproved=True,
-        allow_public=True,
+        public=True,
+        replace=True,
+        tag="v1",
+        verify="sample",
+        on_conflict="retry",
+        spool="f",
+        sign="k.pem",
         message="hello",
         config="m/config.json",
         untie=True,
@@ -152,7 +159,7 @@ def test_the_protocol_of_a_url(url: str, protocol: str) -> None:
 
 @pytest.mark.parametrize(
     ("command", "heeds"),
-    [("consolidate a b", True), ("publish a b --direct", True), ("publish a b", False), ("push a b", False)],
+    [("consolidate a b", True), ("publish a b --direct", True), ("publish a b", False), ("push a b", True)],
 )
 def test_a_wish_to_stop_is_heeded_by_what_moves_bytes_itself(command: str, heeds: bool) -> None:
     assert heeds_a_wish(parse(command.split())) is heeds

@@ -148,4 +148,5 @@ def test_whoever_watches_hears_of_every_step_from_the_task_threads(
     assert [step for step, _ in watcher.steps] == ["gather", "reshard", "consolidate", "validate", "push"]
     bytes_of = dict(watcher.steps)
     assert 1_000_000 < watcher.done["consolidate"] <= bytes_of["consolidate"]
-    assert watcher.done["push"] == bytes_of["push"] == receipt.uploaded_bytes
+    assert receipt.uploaded_bytes > 1_000_000
+    assert watcher.done.get("push", 0) == bytes_of["push"] == 0  # every large file was streamed before

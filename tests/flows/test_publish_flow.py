@@ -113,9 +113,11 @@ def test_no_secret_is_in_prefects_database(
         {"also": ("gs://b/c", "/n1/c"), "latest": True},
         {"config": "gs://b/config.json", "untie": True, "keep_extra": True},
         {"recipe": "torchtitan-llama3", "sizes": {"heads": 4}, "base": "org/m", "card": True, "load_check": "off"},
-        {"check_logits": "1,2", "reference": "r", "logits_tolerance": 0.5},
+        {"check_logits": "1,2", "reference": "r", "logits_tolerance": 0.5, "stream": "both"},
         {"file_index": {"a": 1, "b": 2}, "max_file_size": 7, "overwrite": True},
-        {"revision": "dev", "endpoint": "http://hub", "message": "Step 7", "allow_public": True},
+        {"revision": "dev", "endpoint": "http://hub", "message": "Step 7", "public": True, "replace": True},
+        {"tag": "v1", "verify": "full", "on_conflict": "retry", "sign": "key.pem", "spool": "/fast", "stream": "both"},
+        {"pull_request": True},
         {"memory_bytes": 1 << 30, "workers": 3},
         {"dtype": "bfloat16", "keep_dtype": ("a.*",), "statistics": "full", "fail_on": ("nan", "zero")},
     ],
@@ -128,12 +130,14 @@ def test_no_secret_is_in_prefects_database(
         "loading",
         "layout",
         "repository",
+        "what is looked at",
+        "pull request",
         "resources",
         "numbers",
     ],
 )
 def test_the_parameters_of_the_flow_say_every_job(options: dict[str, Any]) -> None:
-    asked = Job(source="s", sink="t", repo="a/b", **options)
+    asked = Job(source="s", sink="t", repo="a/b", **{"stream": "hub", **options})
     stored = json.loads(json.dumps(publish.serialize_parameters(parameters_of(asked))))
     given = publish.validate_parameters(stored)
     groups = [given[name] for name in ("selection", "numbers", "layout", "completion", "repository", "resources")]

@@ -111,7 +111,7 @@ def receipt(*, created: bool, unchanged: bool) -> Receipt:
 
 def test_a_receipt_says_what_was_committed_where() -> None:
     assert of_receipt("push", receipt(created=True, unchanged=False), JOB).text == (
-        "me/7b (created private): 2 files in one commit, 2.0 MB uploaded, and the Hub's hashes are ours\n"
+        "me/7b (created private): 2 files in one commit; 2.0 MB new, 0 B sent; the Hub's hashes are ours\n"
         "https://hub/me/7b\ncommit abc on main"
     )
 
