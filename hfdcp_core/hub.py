@@ -391,6 +391,14 @@ class _Push:
                 pull_request=self.terms.pull_request,
             )
 
+        def opened() -> Committed | None:
+            for request in self.repository.pull_requests():
+                there = self.repository.files([MANIFEST_PATH], request.revision).get(MANIFEST_PATH)
+                head = self.repository.look(request.revision) if there and there.holds(small[MANIFEST_PATH]) else None
+                if head:
+                    return replace(request, commit=head.commit)
+            return None
+
         def made() -> Committed | None:
             head = self.repository.look(target.revision)
             if head is None or head.commit == target.commit:
@@ -399,7 +407,7 @@ class _Push:
             return Committed(head.commit) if there and there.holds(small[MANIFEST_PATH]) else None
 
         if self.terms.pull_request:
-            return commit()  # a second try would open a second one
+            return opened() or self.repository.settled(commit, opened)
         return self.repository.settled(commit, made)
 
     def _verify(

@@ -244,6 +244,19 @@ class Repository:
         refs = self._calls.ask(f"cannot list the tags of {self.name}", lambda: self._api.list_repo_refs(self.name))
         return {ref.name: ref.target_commit for ref in refs.tags}
 
+    def pull_requests(self) -> Sequence[Committed]:
+        """Return the pull requests that are open, without their commits, the newest first."""
+
+        def ask() -> Sequence[Committed]:
+            told = self._api.get_repo_discussions(self.name, discussion_type="pull_request")
+            return [
+                Committed("", one.url, one.git_reference or "")
+                for one in sorted(told, key=lambda one: -one.num)
+                if one.is_pull_request and one.status in {"open", "draft"}
+            ]
+
+        return self._calls.ask(f"cannot list the pull requests of {self.name}", ask)
+
     def root(self, revision: str) -> tuple[str, ...]:
         """Return the names of the files that lie in no folder."""
         return self._calls.ask(

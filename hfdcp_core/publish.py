@@ -16,13 +16,26 @@ from dataclasses import replace
 from functools import partial
 
 from hfdcp_core import consolidate as consolidating
-from hfdcp_core import defining, extras, hub, load_check, quantization, recipe, repository, statistics, streaming, tying
+from hfdcp_core import (
+    defining,
+    extras,
+    hub,
+    load_check,
+    quantization,
+    recipe,
+    repository,
+    statistics,
+    streaming,
+    tying,
+    wire,
+)
 from hfdcp_core import explain as explaining
 from hfdcp_core import validate as validating
 from hfdcp_core.crew import Crew, crew_of, usable_processors
 from hfdcp_core.errors import (
     Cancelled,
     CorruptFile,
+    HfdcpError,
     NoSpace,
     PlanError,
     SinkOccupied,
@@ -43,6 +56,8 @@ from hfdcp_core.state import SILENT, Cancellation, Progress
 from hfdcp_core.store import Sink, open_store
 from hfdcp_core.ties import read_config
 
+RECEIPT_PATH = f"{STATE_FOLDER}/receipt.json"
+"""What the last push did and which checks were made, those after the commit too; for people, no step reads it."""
 __all__ = ["Gathered", "Job", "Planned", "PlannedFile"]
 
 
@@ -364,7 +379,7 @@ def push(job: Job, *, progress: Progress = SILENT, cancellation: Cancellation | 
     statistics.refuse(job.sink, statistics.merged(manifest.records), job.fail_on)
     if manifest.ranks:
         raise PlanError(f"{job.sink} is sharded for {manifest.ranks} ranks: no model repository; consolidate it first")
-    return hub.push(
+    receipt = hub.push(
         manifest,
         run.sink,
         job.repo,
@@ -374,6 +389,11 @@ def push(job: Job, *, progress: Progress = SILENT, cancellation: Cancellation | 
         progress=progress,
         cancellation=cancellation,
     )
+    try:
+        run.sink.put(RECEIPT_PATH, wire.dumps("receipt", receipt))
+    except HfdcpError as error:  # a finished output may lie where nobody may write
+        progress.say(f"everything is published, but {RECEIPT_PATH} cannot be written: {error}")
+    return receipt
 
 
 def _refuse_unhashed(job: Job, manifest: Manifest) -> None:

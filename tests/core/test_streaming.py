@@ -407,8 +407,22 @@ class TestAnswers:
         assert visible(hub) == set()
         assert receipt.revision == "refs/pr/1"
         assert_right(hub, model, tmp_path / "pr", "refs/pr/1")
+        assert wire.loads("receipt", Receipt, (Path(job.sink) / publish.RECEIPT_PATH).read_bytes()) == receipt
         api.merge_pull_request(REPO, 1)
         assert_right(hub, model, tmp_path / "down")
+
+    @pytest.mark.parametrize("fault", [{"after": True}, {"status": 502}], ids=next_key)
+    def test_an_unclear_answer_opens_no_second_pull_request(
+        self, hub: Hub, job: Job, api: HfApi, model: Truth, fault: dict[str, int], tmp_path: Path
+    ) -> None:
+        hub.fault("/commit/main", **fault)
+        asked = replace(job, pull_request=True)
+        receipt = run(asked)
+        assert [one.num for one in api.get_repo_discussions(REPO)] == [1]
+        again = run(replace(asked, sink=str(tmp_path / "again")))
+        assert (again.revision, again.commit) == (receipt.revision, receipt.commit)
+        assert [one.num for one in api.get_repo_discussions(REPO)] == [1]
+        assert_right(hub, model, tmp_path / "down", receipt.revision)
 
 
 class TestTransfers:
