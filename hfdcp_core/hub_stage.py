@@ -84,6 +84,8 @@ class Waiting:
     """What was sent, by path."""
     since_s: float = 0.0
     """When the first of them came."""
+    xet_is_down: bool = False
+    """Whether a file could not be sent by Xet: the others do not wait for it, too."""
 
 
 class Stage:
@@ -95,6 +97,15 @@ class Stage:
         """Its name: the same plan, the same branch."""
         self._plan_digest = plan_digest
         self._waiting = waiting or Waiting()
+
+    @property
+    def by_xet(self) -> bool:
+        """Whether files are to be sent by Xet."""
+        return xet_is_used() and not self._waiting.xet_is_down
+
+    def give_up_xet(self) -> None:
+        """Send all further files by LFS."""
+        self._waiting.xet_is_down = True
 
     def exists(self) -> bool:
         """Whether something was begun."""
@@ -186,7 +197,8 @@ def send(
 ) -> Sent:
     """Send the bytes of a large file; they are to be added to the stage then.
 
-    By Xet, and once more where that fails or stalls; then, or where the user has switched Xet off, by LFS.
+    By Xet, and once more where that fails or stalls; then by LFS, as all files after it. Where the user has switched
+    Xet off it is LFS at once.
 
     Args:
         stage: Where the file will lie.
@@ -199,7 +211,7 @@ def send(
     Raises:
         HubError: The Hub refused or failed in every way.
     """
-    if xet_is_used():
+    if stage.by_xet:
         for then in ("once more", "now by LFS"):
             by_xet = _Beginning(lambda: stage.repository.xet_upload(path, stage.branch))
             try:
@@ -208,6 +220,7 @@ def send(
                 progress.say(f"{fault.message} ({then})")
             else:
                 return by_xet.sent
+        stage.give_up_xet()
     sha256 = digest()
     for left in range(LFS_TRIES - 1, -1, -1):
         upload = stage.repository.lfs_upload(path, sha256, size, stage.branch)

@@ -9,6 +9,9 @@ _HOME = tempfile.mkdtemp(prefix="hfdcp-tests-")
 os.environ.update(
     HF_HOME=f"{_HOME}/hf",
     HF_XET_CACHE=f"{_HOME}/xet",
+    HF_XET_CLIENT_RETRY_MAX_ATTEMPTS="4",
+    HF_XET_CLIENT_RETRY_BASE_DELAY="1000ms",
+    HF_XET_DATA_SESSION_XORB_METADATA_FLUSH_INTERVAL="5s",
     HF_HUB_DISABLE_TELEMETRY="1",
     PREFECT_HOME=f"{_HOME}/prefect",
     DO_NOT_TRACK="1",
