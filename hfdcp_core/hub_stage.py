@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 from hfdcp_core import wire
 from hfdcp_core.consolidate import Creator
-from hfdcp_core.errors import HubRejected, HubUnavailable, ValidationError
+from hfdcp_core.errors import Conflict, HubRejected, HubUnavailable, ValidationError
 from hfdcp_core.hub_client import (
     Change,
     Committed,
@@ -116,8 +116,24 @@ class Stage:
         self.repository.create_branch(self.branch, start)
 
     def files(self, paths: Sequence[str]) -> Mapping[str, RemoteFile]:
-        """Return what is there of some files."""
-        return self.repository.files(paths, self.branch)
+        """Return what is there of some files.
+
+        Raises:
+            Conflict: The branch was taken away.
+        """
+        with self._there():
+            return self.repository.files(paths, self.branch)
+
+    @contextmanager
+    def _there(self) -> Iterator[None]:
+        """Tell a branch that somebody took away from other refusals."""
+        try:
+            yield
+        except HubRejected as error:
+            if self.exists():
+                raise
+            why = "another publish of the same has ended meanwhile; run again to see what is there now"
+            raise Conflict(f"{self.repository.name} has no branch {self.branch} any more: {why}") from error
 
     def records(self, paths: Sequence[str]) -> Mapping[str, FileRecord]:
         """Return the records of those files that an earlier run committed here for the same plan."""
@@ -156,9 +172,9 @@ class Stage:
             group = list(waiting.records.values())[:FLUSH_FILES]
             changes = [change for record in group for change in self._changes(record)]
             message = f"Stage {len(group)} files (hfdcp)"
-            self.repository.settled(
-                partial(self.repository.commit, self.branch, changes, message=message), partial(self._committed, group)
-            )
+            commit = partial(self.repository.commit, self.branch, changes, message=message)
+            with self._there():
+                self.repository.settled(commit, partial(self._committed, group))
             for record in group:
                 del waiting.records[record.path]
         waiting.since_s = time.monotonic()

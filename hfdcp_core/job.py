@@ -17,6 +17,8 @@ from hfdcp_core.plan import AHEAD_BYTES, BUFFERS, SCRATCH
 from hfdcp_core.quantization import Change, numerics_of
 from hfdcp_core.statistics import BASIC, LEVELS, NONE, REFUSABLE
 
+_REF = re.compile(r"(?!.*(?:\.\.|//|/\.|\.lock(?:/|$)))[\w][\w.+/-]*(?<![/.])", re.ASCII)
+"""Names of branches and tags that git takes and that need no quoting anywhere."""
 _REPO = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9_][\w.-]*", re.ASCII)
 MEMORY_AT_START = 96 << 20
 """What the command takes before a byte moves: interpreter, numpy, checksums (measured: 45 to 70 MiB), and slack."""
@@ -196,6 +198,9 @@ class Job:
             raise UsageError("what goes to the Hub is hashed")
         if self.stream == STREAM_ONLY and self.check_logits:
             raise UsageError("--check-logits needs the model on a local disk: keep it there with --sink")
+        for option, name in (("--revision", self.revision), ("--tag", self.tag or "none")):
+            if not _REF.fullmatch(name):
+                raise UsageError(f"{option} {name!r} is no name of a branch or tag: it is of letters, digits and ._+/-")
         if self.pull_request and self.revision != "main":
             raise UsageError("--pr: a pull request is made to main; leave --revision out")
         if self.pull_request and self.tag:

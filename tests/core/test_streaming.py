@@ -664,6 +664,18 @@ def _done(hub: Hub, before: int) -> bool:
     return any(call.status == 200 for call in hub.calls()[:before] if "/commit/main" in call.path)
 
 
+def test_a_stage_that_another_publish_took_away_is_a_conflict_and_a_rerun_sees_what_is_there(
+    hub: Hub, job: Job, api: HfApi, model: Truth, tmp_path: Path
+) -> None:
+    def finish() -> None:
+        run(replace(job, sink=str(tmp_path / "another-machine")))
+
+    with pytest.raises(Conflict, match="another publish of the same has ended"):
+        run(job, At("validate", finish))
+    assert run(job).unchanged
+    assert_right(hub, model, tmp_path / "down")
+
+
 def test_what_another_machine_staged_is_not_sent_again(
     hub: Hub, job: Job, model: Truth, mode: str, waits: list[float], tmp_path: Path
 ) -> None:
