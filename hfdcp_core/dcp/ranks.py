@@ -6,9 +6,11 @@ tell one another, again and again, whether they are done; and what went wrong on
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -20,6 +22,8 @@ BEAT_S = 0.02
 """How long to wait before the first further question whether all are done."""
 SLOWEST_BEAT_S = 2.0
 """How long at most."""
+LEAVE_S = 0.1
+"""How long a rank that ends lets torch's threads have the interpreter."""
 
 
 class Ranks:
@@ -65,3 +69,19 @@ class Ranks:
 def _told(fault: BaseException | None) -> HfdcpError | None:
     """Return a fault as other ranks can be told of it."""
     return fault if fault is None or isinstance(fault, HfdcpError) else HfdcpError(f"{type(fault).__name__}: {fault}")
+
+
+def leave_gently() -> None:
+    """Let this process end well, where it is one of several ranks.
+
+    Gloo's threads drop the tensors of a collective after it has returned, and need the interpreter for that. Where it
+    is being taken down, Python ends such a thread, torch has no way out, and the rank aborts (SIGABRT) though all that
+    it saved is whole: in one of ten runs on a busy machine, with torch's own writers too.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        _wait_at_exit()
+
+
+@cache
+def _wait_at_exit() -> None:
+    atexit.register(time.sleep, LEAVE_S)

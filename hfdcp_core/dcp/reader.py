@@ -34,7 +34,7 @@ from hfdcp_core.catalog import RAW, Catalog, Shard
 from hfdcp_core.dcp.made import Made
 from hfdcp_core.dcp.measured import SMALL_BYTES, WASTE, MeasuredSource, Range, ReadReport, joined
 from hfdcp_core.dcp.metadata import StoredShard, metadata_of
-from hfdcp_core.dcp.ranks import Ranks
+from hfdcp_core.dcp.ranks import Ranks, leave_gently
 from hfdcp_core.dcp.shard_file import ShardFile, read_box, view_of
 from hfdcp_core.dcp.tensors import keeps_values, memory_of
 from hfdcp_core.errors import HfdcpError, PlanError, UsageError
@@ -191,6 +191,7 @@ class HuggingFaceStorageReader(FileSystemReader):
             PlanError: A tensor is of a dtype that the stored values would be changed for.
             StorageError: Reading failed.
         """
+        leave_gently()
         files: dict[str, list[Shard]] = defaultdict(list)
         for stored in self.storage_data.values():
             files[stored.relative_path].append(stored.shard)

@@ -55,7 +55,7 @@ from hfdcp_core.dcp.orders import (
 )
 from hfdcp_core.dcp.output import Made, SharedOutput, make_own_files, write_shared
 from hfdcp_core.dcp.peers import Peer
-from hfdcp_core.dcp.ranks import Ranks
+from hfdcp_core.dcp.ranks import Ranks, leave_gently
 from hfdcp_core.dcp.shares import shared_out
 from hfdcp_core.dcp.together import Together, complete, withdraw
 from hfdcp_core.errors import HfdcpError, PlanError, StorageError, UsageError
@@ -209,6 +209,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Say on which machine this rank runs, and where others reach it if it may have to hand something over."""
+        leave_gently()
         self._listen_no_more()
         many = self.use_collectives and dist.is_initialized() and dist.get_world_size() > 1
         if many and self._whole and not isinstance(self._sink(), LocalStore):
