@@ -9,8 +9,9 @@ import torch.distributed.checkpoint as dcp
 
 from hfdcp_core import HuggingFaceStorageWriter
 
-warnings.simplefilter("ignore")
-dist.init_process_group("gloo")
-writer = HuggingFaceStorageWriter(sys.argv[1])
-sys.setswitchinterval(100)  # torch's threads wait for the interpreter when the last collective has returned
-dcp.save({"a": torch.ones(3)}, storage_writer=writer)
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    writer = HuggingFaceStorageWriter(sys.argv[1])
+    sys.setswitchinterval(100)  # torch's threads wait for the interpreter when the last collective has returned
+    dcp.save({"a": torch.ones(3)}, storage_writer=writer)
